@@ -1,0 +1,42 @@
+# Every target sets up what it needs: a virtual environment in .venv, torch first (see constraints.txt).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+OUT ?= results
+
+.DEFAULT_GOAL := help
+.PHONY: help setup reproduce test test-slow lint bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+setup: $(VENV)/.complete  ## create .venv with everything that development needs
+
+$(VENV)/.complete: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sgdol needs Python 3.11 or newer; try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+reproduce: setup  ## every figure and claim of the paper, into results/ (OUT=folder to change it)
+	$(BIN)/sgdol reproduce --out $(OUT)
+
+test: setup  ## the tests, in parallel
+	$(BIN)/python -m pytest -n 2
+
+test-slow: setup  ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow
+
+lint: setup  ## ruff, mypy and the import contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup  ## cost against torch.optim.SGD, on one thread; writes benchmarks/results/
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.cost
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) results .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,207 @@
+r"""Online learners that choose the step size by playing against the surrogate losses.
+
+All of them work in units of the multiplier :math:`s = M \eta`, in which the surrogate loss, times :math:`M`, is
+
+.. math:: M \ell_t = \tfrac12 n_t s^2 - u_t s, \qquad s \in [0, 2],
+
+so that one learner serves every base rate ``lr = 1/M``, also one that a schedule moves. A learner is a small immutable
+object with three methods, and its state is a named tuple of arrays: one entry per block of coordinates that shares a
+step size, a scalar for a global one. ``alpha`` is passed at each call because its default, the first squared direction,
+is not known before training starts.
+
+A new learner is one class: ``initial``, ``predict`` and ``observe``.
+
+>>> learner, state = FTRL(), FTRL().initial(0.0)
+>>> for u, n in [(1.0, 4.0), (0.5, 4.0)]:
+...     s = learner.predict(state, alpha=2.0)
+...     state = learner.observe(state, s, u, n, alpha=2.0)
+>>> learner.predict(state, alpha=2.0)  # (2 + 1.5) / (2 + 8)
+0.35
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import array_api_compat
+
+__all__ = ["FTRL", "LARGEST_MULTIPLIER", "Learner", "OnlineGradientDescent", "OptimisticFTRL"]
+
+Array = Any
+State = Any
+
+LARGEST_MULTIPLIER = 2.0
+"""The paper restricts eta to [0, 2/M]: beyond 2/M the surrogate promises no decrease."""
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """What a learner of multipliers is."""
+
+    def initial(self, zero: Array) -> State:
+        """The state before any loss; ``zero`` is a zero of the shape and type that the state's entries take."""
+        ...
+
+    def predict(self, state: State, alpha: Array) -> Array:
+        """The multiplier s_t, from the losses before step t alone."""
+        ...
+
+    def observe(self, state: State, multiplier: Array, u: Array, n: Array, alpha: Array) -> State:
+        """The state after the loss (u_t, n_t), for which ``multiplier`` was played."""
+        ...
+
+
+class Sums(NamedTuple):
+    """The state of FTRL: all that the closed form needs."""
+
+    u_sum: Array
+    n_sum: Array
+
+
+class HintedSums(NamedTuple):
+    """The state of optimistic FTRL: the sums, and the last loss as the hint for the next."""
+
+    u_sum: Array
+    n_sum: Array
+    u_last: Array
+    n_last: Array
+
+
+class Descent(NamedTuple):
+    """The state of online gradient descent."""
+
+    multiplier: Array
+    n_sum: Array
+
+
+def _clip(multiplier: Array) -> Array:
+    xp = _namespace(multiplier)
+    return xp.clip(multiplier, 0.0, LARGEST_MULTIPLIER) if xp else min(max(multiplier, 0.0), LARGEST_MULTIPLIER)
+
+
+def _ratio(numerator: Array, denominator: Array, otherwise: float) -> Array:
+    """The quotient, or ``otherwise`` where nothing has been seen yet and the denominator is 0."""
+    xp = _namespace(denominator)
+    if not xp:
+        return numerator / denominator if denominator > 0 else otherwise
+    seen = denominator > 0
+    one = xp.ones_like(denominator)
+    return xp.where(seen, numerator, otherwise * one) / xp.where(seen, denominator, one)
+
+
+def _namespace(array: Array) -> Any:
+    """The array namespace, or None for a Python number."""
+    return None if isinstance(array, int | float) else array_api_compat.array_namespace(array)
+
+
+@dataclass(frozen=True)
+class FTRL:
+    r"""Follow the regularized leader (Algorithm 2) with a quadratic regulariser, in closed form.
+
+    .. math:: s_t = \mathrm{clip}\!\left(
+        \frac{\kappa \alpha c + \sum_{j<t} u_j}{\kappa \alpha + \sum_{j<t} n_j}, 0, 2\right)
+
+    minimises :math:`\frac{\kappa \alpha}{2} (s - c)^2 + \sum_{j<t} (\frac12 n_j s^2 - u_j s)` over [0, 2]. The defaults
+    are the paper's regulariser of Theorem 4. ``strength=0`` is follow the leader.
+
+    Args:
+        strength: kappa, at least 0: how strongly to hold on to ``center``, in units of alpha.
+        center: c, in [0, 2]: where the multiplier starts.
+
+    >>> learner = FTRL(strength=10.0)
+    >>> learner.predict(Sums(u_sum=-5.0, n_sum=10.0), alpha=1.0)
+    0.25
+    """
+
+    strength: float = 1.0
+    center: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.strength < float("inf"):
+            raise ValueError(f"strength must be finite and at least 0, got {self.strength!r}")
+        if not 0 <= self.center <= LARGEST_MULTIPLIER:
+            raise ValueError(f"center must be in [0, {LARGEST_MULTIPLIER:g}], got {self.center!r}")
+
+    def initial(self, zero: Array) -> Sums:
+        """No losses yet."""
+        return Sums(zero, zero)
+
+    def predict(self, state: Sums, alpha: Array) -> Array:
+        """The minimiser of the regulariser and the losses so far."""
+        return self._leader(state.u_sum, state.n_sum, alpha)
+
+    def observe(self, state: Sums, multiplier: Array, u: Array, n: Array, alpha: Array) -> Sums:
+        """Add the loss to the sums."""
+        return Sums(state.u_sum + u, state.n_sum + n)
+
+    def _leader(self, u_sum: Array, n_sum: Array, alpha: Array) -> Array:
+        weight = self.strength * alpha
+        return _clip(_ratio(weight * self.center + u_sum, weight + n_sum, otherwise=self.center))
+
+
+@dataclass(frozen=True)
+class OptimisticFTRL(FTRL):
+    r"""FTRL that bets on the next loss being like the last (Mohri and Yang 2016, named in section 5 of the paper).
+
+    .. math:: s_t = \mathrm{clip}\!\left(
+        \frac{\kappa \alpha c + \sum_{j<t} u_j + u_{t-1}}{\kappa \alpha + \sum_{j<t} n_j + n_{t-1}}, 0, 2\right)
+
+    The hint is the last loss, so the multiplier still does not see the current gradients.
+
+    >>> learner = OptimisticFTRL()
+    >>> learner.predict(HintedSums(u_sum=1.0, n_sum=2.0, u_last=1.0, n_last=1.0), alpha=1.0)
+    0.75
+    """
+
+    def initial(self, zero: Array) -> HintedSums:  # type: ignore[override]
+        """No losses and no hint yet."""
+        return HintedSums(zero, zero, zero, zero)
+
+    def predict(self, state: HintedSums, alpha: Array) -> Array:  # type: ignore[override]
+        """The minimiser of the regulariser, the losses so far and the last one again."""
+        return self._leader(state.u_sum + state.u_last, state.n_sum + state.n_last, alpha)
+
+    def observe(  # type: ignore[override]
+        self, state: HintedSums, multiplier: Array, u: Array, n: Array, alpha: Array
+    ) -> HintedSums:
+        """Add the loss to the sums and keep it as the hint."""
+        return HintedSums(state.u_sum + u, state.n_sum + n, u, n)
+
+
+@dataclass(frozen=True)
+class OnlineGradientDescent:
+    r"""Projected online gradient descent with the steps of strongly convex losses.
+
+    .. math:: s_{t+1} = \mathrm{clip}\!\left(s_t - \frac{n_t s_t - u_t}{\alpha + \sum_{j \le t} n_j}, 0, 2\right)
+
+    The losses are :math:`n_t`-strongly convex, for which steps of one over the accumulated strong convexity have
+    logarithmic regret (Hazan, Agarwal and Kale 2007); ``alpha`` plays the part it has in FTRL. Unlike FTRL it forgets
+    how far beyond a bound the losses pulled, so it leaves 0 and 2 faster.
+
+    Args:
+        start: the first multiplier, in [0, 2].
+
+    >>> learner = OnlineGradientDescent()
+    >>> learner.observe(learner.initial(0.0), 1.0, u=0.0, n=1.0, alpha=1.0)
+    Descent(multiplier=0.5, n_sum=1.0)
+    """
+
+    start: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= LARGEST_MULTIPLIER:
+            raise ValueError(f"start must be in [0, {LARGEST_MULTIPLIER:g}], got {self.start!r}")
+
+    def initial(self, zero: Array) -> Descent:
+        """At the start, no losses yet."""
+        return Descent(zero + self.start, zero)
+
+    def predict(self, state: Descent, alpha: Array) -> Array:
+        """The current iterate."""
+        return state.multiplier
+
+    def observe(self, state: Descent, multiplier: Array, u: Array, n: Array, alpha: Array) -> Descent:
+        """One projected gradient step."""
+        n_sum = state.n_sum + n
+        return Descent(_clip(multiplier - _ratio(n * multiplier - u, alpha + n_sum, otherwise=0.0)), n_sum)

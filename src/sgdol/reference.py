@@ -1,0 +1,228 @@
+r"""Algorithms 1 and 2 as the paper prints them: numpy, float64, slow and obvious. This is the truth.
+
+Nothing here is shared with the fast code, on purpose: sums are recomputed from the whole history at every step, so that
+whoever doubts an optimizer of this library can compare it with these lines and with the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["Run", "algorithm_1", "algorithm_2", "argmin", "ftrl", "minimise_with_ftrl", "replay", "step_size"]
+
+Vector = NDArray[np.float64]
+
+
+def step_size(u: ArrayLike, n: ArrayLike, *, smoothness: float, alpha: float) -> float:
+    r"""The closed form of the FTRL update, from the losses of the rounds before.
+
+    .. math:: \eta_t = \max\left\{0, \min\left\{
+        \frac{\alpha + \sum_{j<t} u_j}{M (\alpha + \sum_{j<t} n_j)}, \frac2M\right\}\right\}
+
+    >>> step_size([], [], smoothness=10.0, alpha=1.0)
+    0.1
+    >>> step_size([-2.0], [3.0], smoothness=10.0, alpha=1.0)
+    0.0
+    """
+    numerator = alpha + float(np.sum(np.asarray(u, dtype=np.float64)))
+    denominator = smoothness * (alpha + float(np.sum(np.asarray(n, dtype=np.float64))))
+    if denominator == 0:
+        return 1 / smoothness
+    return max(0.0, min(numerator / denominator, 2 / smoothness))
+
+
+def argmin(function: Callable[[float], float], low: float, high: float, tolerance: float = 1e-12) -> float:
+    """The minimiser of a convex function on an interval, by golden-section search.
+
+    Good to about the square root of machine precision, which is all that values of a smooth function can tell.
+
+    >>> round(argmin(lambda v: (v - 0.3) ** 2, 0.0, 1.0), 6)
+    0.3
+    """
+    ratio = (5.0**0.5 - 1) / 2
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    while high - low > tolerance * max(1.0, abs(low) + abs(high)):
+        if function(left) <= function(right):
+            high, right = right, left
+            left = high - ratio * (high - low)
+        else:
+            low, left = left, right
+            right = low + ratio * (high - low)
+    return (low + high) / 2
+
+
+def algorithm_2(
+    regulariser: Callable[[float], float],
+    losses: Sequence[Callable[[float], float]],
+    *,
+    low: float,
+    high: float,
+) -> float:
+    r"""Algorithm 2 (FTRL) after some losses, as the numerical argmin that the paper prints.
+
+    .. math:: v_{t+1} = \arg\min_{v \in [low, high]} r(v) + \sum_{s=1}^t \ell_s(v)
+
+    >>> v = algorithm_2(lambda v: (v - 1) ** 2, [lambda v: v**2], low=0.0, high=2.0)
+    >>> round(v, 6)
+    0.5
+    """
+    return argmin(lambda v: regulariser(v) + sum(loss(v) for loss in losses), low, high)
+
+
+def minimise_with_ftrl(u: Sequence[float], n: Sequence[float], *, smoothness: float, alpha: float) -> float:
+    r"""FTRL on the surrogate losses by a numerical argmin, with Theorem 4's regulariser.
+
+    The same number as :func:`step_size`, from the definition instead of the closed form.
+
+    >>> round(minimise_with_ftrl([1.0], [3.0], smoothness=10.0, alpha=1.0), 8)
+    0.05
+    """
+    return algorithm_2(
+        lambda eta: smoothness * alpha / 2 * (eta - 1 / smoothness) ** 2,
+        [
+            lambda eta, u_j=u_j, n_j=n_j: smoothness * eta**2 / 2 * n_j - eta * u_j  # type: ignore[misc]
+            for u_j, n_j in zip(u, n, strict=True)
+        ],
+        low=0.0,
+        high=2 / smoothness,
+    )
+
+
+def ftrl(u: Sequence[float], n: Sequence[float], *, smoothness: float, alpha: float) -> list[float]:
+    """All the step sizes eta_1, ..., eta_{T+1} that FTRL plays against the losses (u_t, n_t).
+
+    >>> ftrl([1.0], [3.0], smoothness=10.0, alpha=1.0)
+    [0.1, 0.05]
+    """
+    return [step_size(u[:t], n[:t], smoothness=smoothness, alpha=alpha) for t in range(len(u) + 1)]
+
+
+class Run(NamedTuple):
+    """What a run of Algorithm 1 leaves."""
+
+    iterates: Vector
+    """x_1, ..., x_{T+1}, along the first axis."""
+    step_sizes: Vector
+    """eta_1, ..., eta_T; with blocks, the step size of every coordinate."""
+    u: Vector
+    """u_1, ..., u_T, per block."""
+    n: Vector
+    """n_1, ..., n_T, per block."""
+    output: int
+    """k - 1 for the uniformly random k in 1, ..., T: ``iterates[output]`` is what Algorithm 1 returns."""
+
+
+def algorithm_1(
+    oracle: Callable[[Vector], Vector],
+    x1: ArrayLike,
+    horizon: int,
+    *,
+    smoothness: float,
+    alpha: float | None,
+    k: int = 2,
+    estimator: Literal["paper", "symmetric"] = "paper",
+    blocks: ArrayLike | None = None,
+    seed: int = 0,
+) -> Run:
+    r"""Algorithm 1 (SGDOL) with FTRL as its learner.
+
+    In round t it computes :math:`\eta_t` from the losses of the rounds before, then receives independent gradients,
+    then moves :math:`x_{t+1} = x_t - \eta_t d_t`.
+
+    Args:
+        oracle: returns a fresh stochastic gradient at the given point each time that it is called.
+        x1: the first point.
+        horizon: T.
+        smoothness: M.
+        alpha: the regulariser's alpha, in each block; None for the first non-zero squared direction, shared
+            among the blocks in proportion to their sizes.
+        k: how many gradients to draw in a round; the paper's estimator uses the first two.
+        estimator: ``"paper"``: d = g, u = <g, g'>; ``"symmetric"``: d = mean, u = mean of the cross products.
+        blocks: the block number of each coordinate, from 0: coordinates of one block share a step size. None for one
+            block (Algorithm 1); ``range(d)`` for the per-coordinate variant of section 6.
+        seed: of the random output iterate.
+
+    >>> rng = np.random.default_rng(0)
+    >>> run = algorithm_1(lambda x: x + rng.normal(size=2), [3.0, 4.0], 50, smoothness=1.0, alpha=10.0)
+    >>> run.step_sizes[0], bool(run.step_sizes[-1] < run.step_sizes[0])
+    (np.float64(1.0), True)
+    """
+    return _run(
+        lambda _, x: np.stack([oracle(x) for _ in range(k)]),
+        x1,
+        horizon,
+        smoothness,
+        alpha,
+        estimator,
+        blocks,
+        seed,
+    )
+
+
+def replay(
+    gradients: ArrayLike,
+    x1: ArrayLike,
+    *,
+    smoothness: float,
+    alpha: float | None,
+    estimator: Literal["paper", "symmetric"] = "paper",
+    blocks: ArrayLike | None = None,
+) -> Run:
+    """Algorithm 1 on recorded gradients, of shape (T, k, d): what an optimizer must do on exact vectors.
+
+    >>> replay([[[1.0], [1.0]], [[2.0], [-2.0]]], [0.0], smoothness=1.0, alpha=1.0).iterates.ravel()
+    array([ 0., -1., -3.])
+    """
+    recorded = np.asarray(gradients, dtype=np.float64)
+    return _run(lambda t, _: recorded[t], x1, len(recorded), smoothness, alpha, estimator, blocks, seed=0)
+
+
+def _run(
+    draw: Callable[[int, Vector], Vector],
+    x1: ArrayLike,
+    horizon: int,
+    smoothness: float,
+    alpha: float | None,
+    estimator: str,
+    blocks: ArrayLike | None,
+    seed: int,
+) -> Run:
+    x = np.array(x1, dtype=np.float64)
+    block_of = np.zeros(x.shape, dtype=np.intp) if blocks is None else np.array(blocks, dtype=np.intp)
+    sizes = np.bincount(block_of)
+    shares = None if alpha is None else np.full(len(sizes), float(alpha))
+    iterates, step_sizes = [x], []
+    us: list[Vector] = []
+    ns: list[Vector] = []
+    for t in range(horizon):
+        eta = np.array(
+            [
+                step_size(
+                    [u[b] for u in us],
+                    [n[b] for n in ns],
+                    smoothness=smoothness,
+                    alpha=0.0 if shares is None else shares[b],
+                )
+                for b in range(len(sizes))
+            ]
+        )
+        g = draw(t, x)
+        if estimator == "paper":
+            d, u_each = g[0], g[0] * g[1]
+        else:
+            k = len(g)
+            d = sum(g) / k
+            u_each = sum(g[i] * g[j] for i in range(k) for j in range(k) if i != j) / (k * (k - 1))
+        us.append(np.array([u_each[block_of == b].sum() for b in range(len(sizes))]))
+        ns.append(np.array([(d[block_of == b] ** 2).sum() for b in range(len(sizes))]))
+        if shares is None and ns[-1].sum() > 0:
+            shares = ns[-1].sum() * sizes / x.size
+        x = x - eta[block_of] * d
+        iterates.append(x)
+        step_sizes.append(eta[block_of] if blocks is not None else eta[0])
+    output = int(np.random.default_rng(seed).integers(horizon)) if horizon else 0
+    return Run(np.array(iterates), np.array(step_sizes), np.array(us), np.array(ns), output)
