@@ -61,10 +61,10 @@ def loss(step_size: Array, u: Array, n: Array, smoothness: Array) -> Array:
         n: ||d_t||^2.
         smoothness: M, positive.
 
-    >>> loss(0.1, u=2.0, n=4.0, smoothness=10.0)
+    >>> loss(0.25, u=2.0, n=4.0, smoothness=4.0)
     0.0
-    >>> loss(0.05, u=2.0, n=4.0, smoothness=10.0)  # its minimiser, u / (M n)
-    -0.05
+    >>> loss(0.125, u=2.0, n=4.0, smoothness=4.0)  # its minimiser, u / (M n)
+    -0.125
     """
     return smoothness * step_size**2 / 2 * n - step_size * u
 
@@ -72,7 +72,7 @@ def loss(step_size: Array, u: Array, n: Array, smoothness: Array) -> Array:
 def derivative(step_size: Array, u: Array, n: Array, smoothness: Array) -> Array:
     r"""The derivative :math:`\ell_t'(\eta) = M \eta n_t - u_t`.
 
-    >>> derivative(0.05, u=2.0, n=4.0, smoothness=10.0)
+    >>> derivative(0.125, u=2.0, n=4.0, smoothness=4.0)
     0.0
     """
     return smoothness * step_size * n - u
