@@ -1,0 +1,72 @@
+r"""Averages of the iterates, for :class:`torch.optim.swa_utils.AveragedModel`.
+
+Algorithm 1 returns an iterate drawn uniformly from :math:`x_1, \dots, x_T`, which is what the theorems speak of. In practice the
+polynomial average is the better answer.
+
+>>> import torch
+>>> from torch.optim.swa_utils import AveragedModel
+>>> model = torch.nn.Linear(2, 1)
+>>> averaged = AveragedModel(model, avg_fn=polynomial_average(power=8))
+>>> averaged.update_parameters(model)  # after every opt.step()
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["polynomial_average", "random_iterate"]
+
+AverageFunction = Callable[[Tensor, Tensor, Tensor | int], Tensor]
+
+
+def polynomial_average(power: float = 8.0) -> AverageFunction:
+    r"""An ``avg_fn`` that weights iterate t in proportion to about :math:`t^a`.
+
+    .. math:: \bar x_t = \bar x_{t-1} + \min\left(1, \frac{a + 1}{t + a}\right) (x_t - \bar x_{t-1})
+
+    ``power=0`` is the uniform average. (Shamir and Zhang 2013.)
+
+    Args:
+        power: a, at least 0: the larger, the more the late iterates count.
+
+    >>> average = polynomial_average(power=0)
+    >>> average(torch.tensor(1.0), torch.tensor(4.0), 2)  # the third iterate joins the mean of two
+    tensor(2.)
+    """
+    if not 0 <= power < float("inf"):
+        raise ValueError(f"power must be finite and at least 0, got {power!r}")
+
+    @torch.no_grad()
+    def average(averaged: Tensor, current: Tensor, num_averaged: Tensor | int) -> Tensor:
+        # num_averaged counts the iterates before this one, which is number t = num_averaged + 1.
+        weight = (power + 1) / (num_averaged + 1 + power)
+        return averaged + (current - averaged) * weight
+
+    return average
+
+
+def random_iterate(seed: int = 0) -> AverageFunction:
+    r"""An ``avg_fn`` that holds an iterate drawn uniformly from those so far: the output of Algorithm 1.
+
+    Reservoir sampling: iterate t replaces the one that is held with probability 1/t. The decision depends on the seed and
+    on t alone, so that all parameters of a model, and all ranks of a job, take the same iterate, also after resuming.
+
+    Args:
+        seed: which draw.
+
+    >>> choose = random_iterate(seed=0)
+    >>> choose(torch.tensor(1.0), torch.tensor(2.0), 0)  # the first iterate is always taken
+    tensor(2.)
+    """
+
+    @torch.no_grad()
+    def choose(held: Tensor, current: Tensor, num_averaged: Tensor | int) -> Tensor:
+        t = int(num_averaged) + 1
+        take = random.Random(f"{seed}:{t}").random() < 1 / t
+        return current.clone() if take else held
+
+    return choose

@@ -1,0 +1,133 @@
+"""The optimizer against the reference on the same gradients, in float64, to 1e-12."""
+
+import numpy as np
+import pytest
+import torch
+
+from sgdol import SGDOL, reference
+
+SHAPES = [(3,), (2, 2), ()]
+D = 8
+BLOCKS = {
+    "global": None,
+    "group": [0, 0, 0, 1, 1, 1, 1, 1],
+    "tensor": [0, 0, 0, 1, 1, 1, 1, 2],
+    "coordinate": list(range(D)),
+}
+T = 24
+SMOOTHNESS = 4.0
+
+
+def vectors(k: int, seed: int = 0) -> np.ndarray:
+    """Gradients that drive the multiplier to both clips: agreeing far beyond alpha, opposed, then noisy."""
+    rng = np.random.default_rng(seed)
+    g = rng.normal(size=(T, k, D))
+    mean = rng.normal(size=D)
+    g[:6] = mean + 0.1 * g[:6]
+    g[6:18, 0] = mean
+    g[6:18, 1:] = -3 * mean * (1 + 0.1 * g[6:18, 1:])
+    g[3, 0] = 0.2 * mean  # ||g_1|| small and <g_1, g_2> large: the paper's u exceeds n
+    g[3, 1] = 60.0 * mean
+    g[20, 0], g[20, 1] = mean, -mean  # the symmetric direction vanishes for k = 2
+    return g
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=D)
+    parts = np.split(x, [3, 7])
+    return [torch.nn.Parameter(torch.tensor(v).reshape(s)) for v, s in zip(parts, SHAPES, strict=True)]
+
+
+def flat(params) -> np.ndarray:
+    return torch.cat([p.detach().reshape(-1) for p in params]).numpy().copy()
+
+
+def linear_loss(params, g: np.ndarray) -> torch.Tensor:
+    """A loss whose gradient is g wherever it is evaluated."""
+    parts = np.split(g, [3, 7])
+    return sum((p * torch.tensor(v).reshape(p.shape)).sum() for p, v in zip(params, parts, strict=True))
+
+
+def groups(params):
+    return [{"params": params[:1]}, {"params": params[1:]}]
+
+
+def run(source: str, gradients: np.ndarray, params, **options) -> np.ndarray:
+    opt = SGDOL(groups(params), smoothness=SMOOTHNESS, **options)
+    iterates = [flat(params)]
+    for step in gradients:
+        k = len(step)
+        if source == "microbatches":
+            for g in step:
+                (linear_loss(params, g) / k).backward()
+            opt.step()
+        elif source == "alternating":
+            for g in step:
+                opt.zero_grad()
+                linear_loss(params, g).backward()
+                opt.step()
+        elif source == "by hand":
+            for g in step:
+                for p, v in zip(params, np.split(g, [3, 7]), strict=True):
+                    p.grad = torch.tensor(v).reshape(p.shape)
+                opt.step()
+        else:
+            draws = iter(step)
+
+            def closure(draws=draws):
+                value = linear_loss(params, next(draws))
+                value.backward()
+                return value
+
+            opt.step(closure)
+        opt.zero_grad()
+        iterates.append(flat(params))
+    return np.array(iterates)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("alpha", [None, 10.0, 0.01])
+@pytest.mark.parametrize("granularity", list(BLOCKS))
+@pytest.mark.parametrize("estimator", ["symmetric", "paper"])
+@pytest.mark.parametrize(
+    ("source", "k"),
+    [("microbatches", k) for k in (2, 3, 4, 5)] + [("alternating", 2), ("by hand", 2), ("closure", 2)],
+)
+def test_agrees_with_the_reference(source, k, estimator, granularity, alpha, foreach):
+    gradients, params = vectors(k), parameters()
+    expected = reference.replay(
+        gradients, flat(params), smoothness=SMOOTHNESS, alpha=alpha, estimator=estimator, blocks=BLOCKS[granularity]
+    )
+    found = run(source, gradients, params, estimator=estimator, granularity=granularity, alpha=alpha, foreach=foreach)
+    np.testing.assert_allclose(found, expected.iterates, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["symmetric", "paper"])
+def test_the_vectors_hit_both_clips(estimator):
+    """Else the test above would not notice a missing clip."""
+    paper = reference.replay(vectors(2), np.zeros(D), smoothness=SMOOTHNESS, alpha=0.01, estimator=estimator)
+    assert paper.step_sizes.min() == 0
+    if estimator == "paper":
+        assert paper.step_sizes.max() == 2 / SMOOTHNESS
+    coordinate = reference.replay(
+        vectors(3), np.zeros(D), smoothness=SMOOTHNESS, alpha=0.01, estimator=estimator, blocks=range(D)
+    )
+    assert coordinate.step_sizes.min() == 0
+
+
+def test_the_step_size_does_not_see_the_current_gradients():
+    """Changing the gradients of step t changes x_{t+1} but not eta_t."""
+    for t in (0, 5, 20):
+        a, b = vectors(2), vectors(2)
+        b[t] *= -3.0
+        one, other = (reference.replay(g, np.zeros(D), smoothness=SMOOTHNESS, alpha=1.0) for g in (a, b))
+        assert one.step_sizes[t] == other.step_sizes[t]
+        params = parameters()
+        opt = SGDOL(params, smoothness=SMOOTHNESS, alpha=1.0, estimator="paper")
+        for step in b[: t + 1]:
+            for g in step:
+                linear_loss(params, g).backward()
+                opt.step()
+                opt.zero_grad()
+        assert float(opt.param_groups[0]["step_size"]) == pytest.approx(one.step_sizes[t], rel=1e-12)
