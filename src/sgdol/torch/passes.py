@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["BackwardPasses", "Contributions", "real_view", "scalar_dtype", "squared_norms", "wide_dtype"]
+__all__ = ["BackwardPasses", "Contributions", "Keep", "real_view", "scalar_dtype", "squared_norms", "wide_dtype"]
 
 Keep = Literal["norms", "squares", "gradients"]
 
@@ -59,8 +59,8 @@ class Contributions(NamedTuple):
     """||S||^2 of each parameter's gradient as it is now."""
     q: Tensor
     """The sum of the squared norms of the contributions, in the scale of S now (``keep="norms"``)."""
-    squares: list[Tensor | None]
-    """The same per coordinate (``keep="squares"``)."""
+    squares: list[Tensor]
+    """The same per coordinate (``keep="squares"``); may be written to."""
     gradients: list[list[Tensor]]
     """The first two contributions themselves, in the scale of S now (``keep="gradients"``)."""
 
@@ -68,7 +68,7 @@ class Contributions(NamedTuple):
 class _Slot:
     """One watched parameter."""
 
-    __slots__ = ("before", "count", "gradients", "handle", "param", "seen", "seen_version", "squares")
+    __slots__ = ("before", "count", "fresh", "gradients", "handle", "param", "seen", "seen_version", "squares")
 
     def __init__(self, param: Tensor) -> None:
         self.param = param
@@ -76,12 +76,30 @@ class _Slot:
         self.seen: Any = None
         self.seen_version = -1
         self.before: tuple[int, int] | None = None
+        self.squares: Tensor | None = None
         self.forget()
 
     def forget(self) -> None:
         self.count = 0
-        self.squares: Tensor | None = None
+        self.fresh = True  # the memory of the squares stays: allocating it anew costs more than filling it
         self.gradients: list[Tensor] = []
+
+    def add_squares(self, gradient: Tensor) -> None:
+        g = real_view(gradient)
+        if self.squares is None or self.squares.shape != g.shape:
+            self.squares = torch.empty_like(g, dtype=wide_dtype(g.dtype), memory_format=torch.contiguous_format)
+        if self.fresh:
+            torch.mul(g, g, out=self.squares) if g.dtype == self.squares.dtype else self.squares.copy_(g).square_()
+        else:
+            g = g.to(self.squares.dtype)
+            self.squares.addcmul_(g, g)
+        self.fresh = False
+
+    def settled_squares(self, factor: Tensor | None) -> Tensor:
+        g = real_view(_gradient(self.param)) if self.param.grad is not None else real_view(self.param)
+        if self.squares is None or self.fresh:
+            return torch.zeros_like(g, dtype=wide_dtype(g.dtype), memory_format=torch.contiguous_format)
+        return self.squares if factor is None else self.squares.mul_(factor)
 
     def see(self) -> None:
         grad = self.param.grad
@@ -163,11 +181,12 @@ class BackwardPasses:
             n_now[touched] = squared_norms(grads, device, dtype)
             scale = _ratio(n_now, n_seen)
             q = q * scale
-        squares: list[Tensor | None] = []
+        squares: list[Tensor] = []
         gradients: list[list[Tensor]] = []
         for i, slot in enumerate(slots):
             factor = None if scale is None or i not in touched else scale[i]
-            squares.append(slot.squares if slot.squares is None or factor is None else slot.squares * factor)
+            if self._keep == "squares":
+                squares.append(slot.settled_squares(factor))
             gradients.append(slot.gradients if factor is None else [g * factor.sqrt() for g in slot.gradients])
         count = max((slot.count for slot in slots), default=0)
         return Contributions(count, n_now, q, squares, gradients)
@@ -193,13 +212,8 @@ class BackwardPasses:
             self._open(task)
         slot = self._slots[index]
         if self._keep == "squares":
-            g = real_view(gradient)
-            wide = wide_dtype(g.dtype)
-            if slot.squares is None:
-                slot.squares = g.to(wide).square()
-            else:
-                slot.squares.addcmul_(g, g) if g.dtype == wide else slot.squares.add_(g.to(wide).square())
-            self._arrived[index] = slot.squares
+            slot.add_squares(gradient)
+            self._arrived[index] = gradient.new_empty(0)
         elif self._keep == "gradients":
             self._arrived[index] = gradient.clone() if slot.count < 2 else gradient.new_empty(0)
         else:
@@ -255,7 +269,7 @@ class BackwardPasses:
             elif self._keep == "squares":
                 # torch.autograd.grad ran through this parameter: the gradient was measured but went elsewhere.
                 # The squares cannot be taken back, so what is in .grad counts as a single gradient.
-                slot.squares, slot.count = None, min(slot.count, 1)
+                slot.fresh, slot.count = True, min(slot.count, 1)
         if not landed:
             return
         stale = [i for i, slot in enumerate(self._slots) if slot.param.grad is not None and not slot.untouched()]

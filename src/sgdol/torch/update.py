@@ -1,135 +1,257 @@
-"""From the statistics of one update to the new parameters, for every granularity.
-
-The four granularities are the same surrogate on blocks of coordinates: ``"global"`` has one block, ``"group"`` one per
-parameter group, ``"tensor"`` one per parameter and ``"coordinate"`` one per scalar. The learner's state is a vector with one
-entry per block, or, for coordinates, a tensor per parameter.
-"""
+"""From the statistics of one update to its step sizes and the new parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sgdol.learners import Learner
-from sgdol.torch.passes import wide_dtype
+from sgdol.learners import FTRL, LARGEST_MULTIPLIER, Learner
+from sgdol.surrogate import loss
+from sgdol.torch.blocks import Blocks
+from sgdol.torch.draw import Draw, inner
+from sgdol.torch.passes import real_view, wide_dtype
 
-__all__ = ["GRANULARITIES", "Granularity", "Learned", "learn", "move", "resolve_alpha"]
-
-Granularity = Literal["global", "group", "tensor", "coordinate"]
-GRANULARITIES: tuple[str, ...] = get_args(Granularity)
+__all__ = ["Outcome", "update"]
 
 BUCKET = 1 << 22
 """How many scalars the multi-tensor path handles at once: its temporaries do not grow with the model."""
 
-
-class Learned(NamedTuple):
-    """What the learner says about one update."""
-
-    multiplier: Tensor
-    state: Any
+CHUNK = 1 << 16
+"""How many scalars a per-coordinate update handles at once, so that they stay in the cache of a CPU core."""
 
 
-def learn(learner: Learner, state: Any, u: Tensor, n: Tensor, alpha: Tensor, next_alpha: Tensor) -> Learned:
-    """The multiplier for this update, from the updates before it, and the state after it.
+class Outcome(NamedTuple):
+    """What one update did, for the records."""
 
-    The multiplier is read before the learner observes (u, n): it must not see the gradients that it scales.
-    """
-    multiplier = learner.predict(state, alpha)
-    return Learned(multiplier, learner.observe(state, multiplier, u, n, next_alpha))
+    step_sizes: list[Tensor | None]
+    """Eta of each group; None where no parameter of the group took part."""
+    surrogate: Tensor
+    """The surrogate loss at the step size that was played."""
+    signal: Tensor
+    """Lr times u, summed."""
+    length: Tensor
+    """Lr times n, summed."""
 
 
-def resolve_alpha(alpha: Tensor, sizes: Tensor, n_total: Tensor, size: int) -> Tensor:
-    """Alpha after the first direction: ||d_0||^2, each block its even share by size.
+def update(
+    blocks: Blocks, groups: list[dict[str, Any]], draw: Draw, learner: Learner, alpha: float | None, ok: Tensor | None
+) -> Outcome:
+    """Learn from the draw and move the parameters along it.
+
+    The multiplier is taken from the learner before it observes (u, n): it must not see the gradients that it scales.
 
     Args:
-        alpha: per block, 0 where it is not known yet.
-        sizes: how many coordinates each block has (1 where alpha is per coordinate).
-        n_total: ||d||^2 of this update; as long as it is 0, alpha stays unknown.
-        size: how many coordinates there are altogether.
+        blocks: which coordinates share a step size.
+        groups: the parameter groups.
+        draw: the direction and its statistics.
+        learner: the online learner.
+        alpha: the regulariser's alpha, None to take it from the first direction.
+        ok: None if the draw is known to be finite; else a boolean scalar that decides on the device.
     """
-    known = alpha > 0
-    share = torch.where(known.any(), alpha.sum() / (sizes * known).sum().clamp(min=1), n_total / size)
-    return torch.where(known, alpha, share * sizes)
+    before = blocks.alpha(alpha, draw.u)
+    after = before if alpha is not None else blocks.alpha_after(before, draw.n.sum())
+    blocks.write("alpha_learned", after, before, ok)
+    if blocks.granularity == "coordinate":
+        return _update_coordinates(blocks, groups, draw, learner, before, after, ok)
+    n = blocks.total(draw.n)
+    state = blocks.learner_state(learner, n)
+    multiplier = learner.predict(state, before)
+    blocks.write_learner_state(learner.observe(state, multiplier, draw.u, n, after), state, ok)
+    rates = blocks.rates(n)
+    if blocks.granularity == "tensor":
+        rates = rates[blocks.group_of] if len(groups) > 1 else rates.expand_as(n)
+        eta = rates * multiplier
+        shown = _weighted_means(eta, draw.n, blocks.per_group)
+        each = eta.unbind()
+    else:
+        eta = rates * multiplier
+        shown = [e if size else None for e, size in zip(eta.unbind(), blocks.per_group, strict=True)]
+        by_group = eta.unbind()
+        each = [by_group[i] for i in blocks.group_of]
+        if blocks.granularity == "global" and len(groups) > 1:
+            rates = _weighted_mean(rates, blocks.by_group(draw.n)).reshape(1)
+    start = 0
+    for group, size in zip(groups, blocks.per_group, strict=True):
+        part = slice(start, start + size)
+        start += size
+        if size:
+            _move(group, blocks.params[part], draw.vectors[part], draw.scale, each[part], ok)
+    return Outcome(shown, (rates * loss(multiplier, draw.u, n, 1.0)).sum(), (rates * draw.u).sum(), (rates * n).sum())
 
 
-def move(
+# One step size per coordinate ------------------------------------------------------------------------------------------
+
+
+def _update_coordinates(
+    blocks: Blocks,
+    groups: list[dict[str, Any]],
+    draw: Draw,
+    learner: Learner,
+    before: Tensor,
+    after: Tensor,
+    ok: Tensor | None,
+) -> Outcome:
+    rates = blocks.rates(draw.n)
+    rates = rates[blocks.group_of] if len(groups) > 1 else rates.expand_as(draw.n)
+    numbers = []
+    for i, (p, vector, u) in enumerate(zip(blocks.params, draw.vectors, draw.u_each, strict=True)):
+        state = blocks.tensor_state(learner, i, u)
+        scalars = [x if isinstance(x, float) else x.to(u) for x in (draw.scale, rates[i], before[i], after[i])]
+        group = groups[blocks.group_of[i]]
+        tensors = [real_view(p), vector, u, *state]
+        pieces = zip(*(_chunks(t) for t in tensors), strict=True) if _flat(tensors) else [tensors]
+        parts = [
+            _update_chunk(learner, type(state)(*fields), x, d, u, scalars, group, ok) for x, d, u, *fields in pieces
+        ]
+        numbers.append((parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)).to(draw.n))
+    sn, ssn, su, u_total = torch.stack(numbers).unbind(1)
+    # Weighted by the squared direction: a coordinate that never moves keeps eta = lr and would hide the others.
+    eta = rates * torch.where(draw.n > 0, sn / torch.where(draw.n > 0, draw.n, 1), 1)
+    shown = _weighted_means(eta, draw.n, blocks.per_group)
+    return Outcome(shown, (rates * (ssn / 2 - su)).sum(), (rates * u_total).sum(), (rates * draw.n).sum())
+
+
+def _update_chunk(
+    learner: Learner,
+    state: Any,
+    x: Tensor,
+    vector: Tensor,
+    u: Tensor,
+    scalars: list[Any],
+    group: dict[str, Any],
+    ok: Tensor | None,
+) -> Tensor:
+    """Learn and move some coordinates; returns <s, n>, <s^2, n>, <s, u> and the sum of u."""
+    scale, rate, before, after = scalars
+    d = vector.to(u.dtype)
+    if not isinstance(scale, float) or scale != 1.0:
+        d = d * scale
+    if type(learner) is FTRL and ok is None:
+        # FTRL.predict and FTRL.observe in place; tested equal to the general path below.
+        weight = learner.strength * before
+        multiplier = state.u_sum + weight * learner.center
+        denominator = state.n_sum + weight
+        multiplier.div_(denominator)
+        if learner.strength == 0 or before.tolist() == 0:
+            multiplier.masked_fill_(denominator == 0, learner.center)
+        multiplier.clamp_(0.0, LARGEST_MULTIPLIER)
+        state.u_sum.add_(u)
+        state.n_sum.addcmul_(d, d)
+    else:
+        n = d.square()
+        multiplier = learner.predict(state, before)
+        for field, new in zip(state, learner.observe(state, multiplier, u, n, after), strict=True):
+            field.copy_(new if ok is None else torch.where(ok, new, field))
+    su, u_total = inner(multiplier, u), u.sum()
+    if group["weight_decay"] or ok is not None or x.dtype != u.dtype:
+        _move_guarded(group, x, d, 1.0, multiplier * rate, ok)
+        scaled = multiplier * d
+    else:
+        scaled = multiplier.mul_(d)
+        x.addcmul_(scaled, rate, value=1.0 if group["maximize"] else -1.0)
+    return torch.stack([inner(scaled, d), inner(scaled, scaled), su, u_total])
+
+
+def _flat(tensors: list[Tensor]) -> bool:
+    return tensors[0].numel() > CHUNK and all(t.is_contiguous() for t in tensors)
+
+
+def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.view(-1).split(CHUNK)
+
+
+# The same step size for a whole tensor ---------------------------------------------------------------------------------
+
+
+def _move(
+    group: dict[str, Any],
     params: Sequence[Tensor],
-    directions: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    scale: float | Tensor,
     step_sizes: Sequence[Tensor],
-    *,
-    sign: float,
-    weight_decay: float,
-    foreach: bool,
     ok: Tensor | None,
 ) -> None:
-    r"""Move x <- x - eta (d + weight_decay x), in place.
-
-    Args:
-        params: real views of the parameters.
-        directions: d for each of them.
-        step_sizes: eta for each of them: a scalar, or a tensor of the parameter's shape.
-        sign: +1 to minimise, -1 to maximise.
-        weight_decay: decoupled from the gradient, scaled by the same step size.
-        foreach: many tensors at once, or one after the other.
-        ok: None if the update is known to be finite; else a boolean scalar that decides on the device.
-    """
-    if not foreach:
-        for p, d, eta in zip(params, directions, step_sizes, strict=True):
-            if ok is not None or p.dtype != wide_dtype(p.dtype):
-                _move_guarded(p, d, eta, sign, weight_decay, ok)
-                continue
-            if weight_decay:
-                p.addcmul_(p, eta, value=-weight_decay)
-            p.addcmul_(d, eta, value=-sign)
+    """Move x <- x - eta (scale vector + weight_decay x)."""
+    xs = [real_view(p) for p in params]
+    etas = [eta if eta.device == x.device else eta.to(x.device) for x, eta in zip(xs, step_sizes, strict=True)]
+    if _use_foreach(group["foreach"], xs):
+        for start, stop in _buckets(xs):
+            _move_bucket(group, xs[start:stop], vectors[start:stop], scale, etas[start:stop], ok)
         return
-    for start, stop in _buckets(params):
-        _move_bucket(params[start:stop], directions[start:stop], step_sizes[start:stop], sign, weight_decay, ok)
+    direction = 1.0 if group["maximize"] else -1.0
+    decay = group["weight_decay"]
+    if isinstance(scale, float):
+        direction, scale = direction * scale, 1.0
+    for x, v, eta in zip(xs, vectors, etas, strict=True):
+        if ok is not None or x.dtype != wide_dtype(x.dtype):
+            _move_guarded(group, x, v, scale, eta, ok)
+            continue
+        if decay:
+            x.addcmul_(x, eta, value=-decay)
+        x.addcmul_(v, eta if isinstance(scale, float) else eta * scale, value=direction)
 
 
-def _move_guarded(p: Tensor, d: Tensor, eta: Tensor, sign: float, weight_decay: float, ok: Tensor | None) -> None:
-    """One tensor, in float32 or wider, left as it is where ``ok`` is false: 0 * inf would poison it."""
-    wide = p.to(wide_dtype(p.dtype))
-    moved = wide - eta * (sign * d.to(wide.dtype) + weight_decay * wide)
-    p.copy_(moved if ok is None else torch.where(ok, moved, wide))
+def _move_guarded(
+    group: dict[str, Any], x: Tensor, v: Tensor, scale: float | Tensor, eta: Tensor, ok: Tensor | None
+) -> None:
+    """One tensor, in float32 or wider, left as it is where ``ok`` is false: 0 times infinity would poison it."""
+    wide = x.to(wide_dtype(x.dtype))
+    d = (v.to(wide.dtype) * scale).to(wide.dtype)
+    moved = wide - eta.to(wide.dtype) * (group["weight_decay"] * wide + (-d if group["maximize"] else d))
+    x.copy_(moved if ok is None else torch.where(ok, moved, wide))
 
 
 def _move_bucket(
-    params: Sequence[Tensor],
-    directions: Sequence[Tensor],
-    step_sizes: Sequence[Tensor],
-    sign: float,
-    weight_decay: float,
+    group: dict[str, Any],
+    xs: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+    scale: float | Tensor,
+    etas: Sequence[Tensor],
     ok: Tensor | None,
 ) -> None:
-    by_dtype: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, p in enumerate(params):
-        by_dtype.setdefault((p.device, p.dtype), []).append(i)
-    for (_, dtype), members in by_dtype.items():
-        ps = [params[i] for i in members]
-        etas = [step_sizes[i] for i in members]
+    """Many tensors with few kernel launches."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, x in enumerate(xs):
+        alike.setdefault((x.device, x.dtype), []).append(i)
+    for (_, dtype), members in alike.items():
         wide = wide_dtype(dtype)
-        steps = [directions[i].to(wide) * sign if dtype != wide else directions[i] for i in members]
-        value = 1.0 if dtype != wide else sign
-        if weight_decay:
-            steps = list(torch._foreach_mul(steps, value))
-            value = 1.0
-            torch._foreach_add_(steps, ps, alpha=weight_decay)
-        same = etas[0].dim() == 0 and all(eta is etas[0] for eta in etas)
-        steps = list(torch._foreach_mul(steps, etas[0] if same else etas))
+        parts = [xs[i] for i in members]
+        steps = [vectors[i].to(wide) for i in members]
+        factor = -scale if group["maximize"] else scale
+        if isinstance(factor, float) and factor == 1.0 and not group["weight_decay"]:
+            steps = list(torch._foreach_mul(steps, [etas[i].to(wide) for i in members]))
+        else:
+            steps = list(torch._foreach_mul(steps, factor if isinstance(factor, float) else factor.to(wide)))
+            if group["weight_decay"]:
+                torch._foreach_add_(steps, [x.to(wide) for x in parts], alpha=group["weight_decay"])
+            torch._foreach_mul_(steps, [etas[i].to(wide) for i in members])
         if ok is not None:
             steps = [torch.where(ok, step, torch.zeros_like(step)) for step in steps]
-        torch._foreach_add_(ps, steps, alpha=-value)
+        torch._foreach_sub_(parts, steps)
 
 
-def _buckets(params: Sequence[Tensor]) -> list[tuple[int, int]]:
+def _buckets(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     buckets, start, size = [], 0, 0
-    for i, p in enumerate(params):
-        if size and size + p.numel() > BUCKET:
+    for i, t in enumerate(tensors):
+        if size and size + t.numel() > BUCKET:
             buckets.append((start, i))
             start, size = i, 0
-        size += p.numel()
-    buckets.append((start, len(params)))
-    return buckets
+        size += t.numel()
+    return [*buckets, (start, len(tensors))]
+
+
+def _use_foreach(wanted: bool | None, tensors: Sequence[Tensor]) -> bool:
+    return all(t.device.type != "cpu" for t in tensors) if wanted is None else wanted
+
+
+def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    total = weights.sum()
+    return torch.where(total > 0, (values * weights).sum() / torch.where(total > 0, total, 1), values.mean())
+
+
+def _weighted_means(values: Tensor, weights: Tensor, sizes: list[int]) -> list[Tensor | None]:
+    parts = zip(values.split(sizes), weights.split(sizes), sizes, strict=True)
+    return [_weighted_mean(v, w) if size else None for v, w, size in parts]

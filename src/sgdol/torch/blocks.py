@@ -1,0 +1,145 @@
+"""Blocks of coordinates that share a step size, and where their state is kept.
+
+The four granularities are the same surrogate on blocks: ``"global"`` has one block, ``"group"`` one per parameter group,
+``"tensor"`` one per parameter and ``"coordinate"`` one per scalar. State that belongs to a group (or to all of them) stands
+in the group's dictionary, state that belongs to a parameter in ``optimizer.state[parameter]``: ``state_dict()`` saves both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from sgdol.learners import Learner
+
+__all__ = ["GRANULARITIES", "Blocks", "Granularity", "share"]
+
+Granularity = Literal["global", "group", "tensor", "coordinate"]
+GRANULARITIES: tuple[str, ...] = get_args(Granularity)
+
+
+class Blocks:
+    """The blocks that take part in one update.
+
+    Args:
+        granularity: which coordinates share a step size.
+        groups: the optimizer's parameter groups.
+        state: the optimizer's state.
+        params: the parameters that take part, in the order of the groups.
+    """
+
+    def __init__(
+        self, granularity: Granularity, groups: list[dict[str, Any]], state: dict[Any, Any], params: list[Tensor]
+    ) -> None:
+        self.granularity = granularity
+        self.params = params
+        self._groups = groups
+        self._state = state
+        taking_part = set(params)
+        self.per_group = [len(params)] if len(groups) == 1 else [_count(g["params"], taking_part) for g in groups]
+        self.group_of = [i for i, size in enumerate(self.per_group) for _ in range(size)]
+
+    def total(self, values: Tensor) -> Tensor:
+        """One value per parameter, summed over each block (over each tensor, where blocks are coordinates)."""
+        if self.granularity == "global":
+            return values.sum(dim=0, keepdim=True)
+        return self.by_group(values) if self.granularity == "group" else values
+
+    def by_group(self, values: Tensor) -> Tensor:
+        """One value per parameter, summed over each group."""
+        if len(self._groups) == 1:
+            return values.sum(dim=0, keepdim=True)
+        return torch.stack([part.sum() for part in values.split(self.per_group)])
+
+    def rates(self, like: Tensor) -> Tensor:
+        """The base rate lr of each group."""
+        rates = [group["lr"] for group in self._groups]
+        if any(isinstance(rate, Tensor) for rate in rates):
+            return torch.stack([torch.as_tensor(rate).to(like).reshape(()) for rate in rates])
+        return torch.tensor(rates, device=like.device, dtype=like.dtype)
+
+    def alpha(self, fixed: float | None, like: Tensor) -> Tensor:
+        """The regulariser's alpha of each block; 0 while it is not known yet."""
+        if fixed is not None:
+            return like.new_full((len(self._owners),), float(fixed))
+        return self._read("alpha_learned", like.new_zeros(()), like)
+
+    def alpha_after(self, alpha: Tensor, n_total: Tensor) -> Tensor:
+        """Alpha after this update: ||d_0||^2 of the first one that moves, each block its even share by size.
+
+        A block that joins later gets the share that its size would have had.
+        """
+        sizes = self._sizes(alpha)
+        known = alpha > 0
+        share = torch.where(known.any(), alpha.sum() / (sizes * known).sum().clamp(min=1), n_total / self._size())
+        return torch.where(known, alpha, share * sizes)
+
+    def learner_state(self, learner: Learner, like: Tensor) -> Any:
+        """The learner's state as vectors over the blocks."""
+        fresh = learner.initial(like.new_zeros(()))
+        return type(fresh)(
+            *(self._read(f"learner.{name}", value, like) for name, value in zip(fresh._fields, fresh, strict=True))
+        )
+
+    def tensor_state(self, learner: Learner, index: int, like: Tensor) -> Any:
+        """The learner's state for one parameter, per coordinate: tensors that may be written to."""
+        owner = self._owners[index]
+        fresh = learner.initial(like.new_zeros(()))
+        for name, value in zip(fresh._fields, fresh, strict=True):
+            if f"learner.{name}" not in owner:
+                owner[f"learner.{name}"] = value.expand_as(like).clone(memory_format=torch.contiguous_format)
+        return type(fresh)(*(owner[f"learner.{name}"] for name in fresh._fields))
+
+    def write_learner_state(self, new: Any, old: Any, ok: Tensor | None) -> None:
+        """Store the learner's state."""
+        for name, value, before in zip(new._fields, new, old, strict=True):
+            self.write(f"learner.{name}", value, before, ok)
+
+    def write(self, name: str, new: Tensor, old: Tensor, ok: Tensor | None) -> None:
+        """Store one number per block, unless the update turns out not to be finite."""
+        values = new if ok is None else torch.where(ok, new, old)
+        for owner, value in zip(self._owners, values.unbind(), strict=True):
+            owner[name] = value
+
+    @property
+    def _owners(self) -> list[dict[str, Any]]:
+        if self.granularity == "global":
+            return self._groups[:1]
+        return self._groups if self.granularity == "group" else [self._state[p] for p in self.params]
+
+    def _read(self, name: str, default: Tensor, like: Tensor) -> Tensor:
+        return torch.stack([owner.get(name, default).to(like) for owner in self._owners])
+
+    def _sizes(self, like: Tensor) -> Tensor:
+        if self.granularity == "coordinate":
+            return torch.ones_like(like)
+        if self.granularity == "tensor":
+            sizes = [_size(p) for p in self.params]
+        elif self.granularity == "group":
+            sizes = [sum(map(_size, group["params"])) for group in self._groups]
+        else:
+            sizes = [self._size()]
+        return torch.tensor(sizes, device=like.device, dtype=like.dtype)
+
+    def _size(self) -> int:
+        return sum(_size(p) for group in self._groups for p in group["params"])
+
+
+def share(groups: list[dict[str, Any]], granularity: str) -> None:
+    """Copy what belongs to the whole optimizer from the first group to all, so that none can be saved without it."""
+    for key, value in groups[0].items():
+        if key in ("totals", "gradients", "pending") or (
+            granularity == "global" and (key.startswith("learner.") or key == "alpha_learned")
+        ):
+            for group in groups[1:]:
+                group[key] = value
+
+
+def _count(params: list[Tensor], members: set[Tensor]) -> int:
+    return sum(p in members for p in params)
+
+
+def _size(p: Tensor) -> int:
+    return p.numel() * (2 if p.is_complex() else 1)
