@@ -1,7 +1,7 @@
 r"""Averages of the iterates, for :class:`torch.optim.swa_utils.AveragedModel`.
 
-Algorithm 1 returns an iterate drawn uniformly from :math:`x_1, \dots, x_T`, which is what the theorems speak of. In practice the
-polynomial average is the better answer.
+Algorithm 1 returns an iterate drawn uniformly from :math:`x_1, \dots, x_T`, which is what the theorems speak of. A
+polynomial average weights the later iterates more.
 
 >>> import torch
 >>> from torch.optim.swa_utils import AveragedModel
@@ -52,8 +52,9 @@ def polynomial_average(power: float = 8.0) -> AverageFunction:
 def random_iterate(seed: int = 0) -> AverageFunction:
     r"""An ``avg_fn`` that holds an iterate drawn uniformly from those so far: the output of Algorithm 1.
 
-    Reservoir sampling: iterate t replaces the one that is held with probability 1/t. The decision depends on the seed and
-    on t alone, so that all parameters of a model, and all ranks of a job, take the same iterate, also after resuming.
+    Reservoir sampling: iterate t replaces the one that is held with probability 1/t. The decision depends on the seed
+    and on t alone, so that all parameters of a model, and all ranks of a job, take the same
+    iterate, also after resuming.
 
     Args:
         seed: which draw.

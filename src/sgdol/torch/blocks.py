@@ -1,8 +1,9 @@
 """Blocks of coordinates that share a step size, and where their state is kept.
 
-The four granularities are the same surrogate on blocks: ``"global"`` has one block, ``"group"`` one per parameter group,
-``"tensor"`` one per parameter and ``"coordinate"`` one per scalar. State that belongs to a group (or to all of them) stands
-in the group's dictionary, state that belongs to a parameter in ``optimizer.state[parameter]``: ``state_dict()`` saves both.
+The four granularities are the same surrogate on blocks: ``"global"`` has one block, ``"group"`` one per parameter
+group, ``"tensor"`` one per parameter and ``"coordinate"`` one per scalar. State that belongs to a group (or to all of
+them) stands in the group's dictionary, state that belongs to a parameter in ``optimizer.state[parameter]``:
+``state_dict()`` saves both.
 """
 
 from __future__ import annotations

@@ -25,8 +25,11 @@ class Draw(NamedTuple):
     """||d||^2 of each parameter's direction."""
     u: Tensor
     """The signal <d, grad f>, summed over each block (over each tensor, where blocks are coordinates)."""
-    u_each: list[Tensor]
-    """The signal of each coordinate, where blocks are coordinates; may be written to."""
+    squares: list[Tensor]
+    """Where blocks are coordinates: the sum of squares Q of each, which surrogate.symmetric_signal turns into its
+    signal; may be written to."""
+    signals: list[Tensor]
+    """Or, where the signal of each coordinate was measured itself: that."""
     k: int
     """How many gradients there were."""
 
@@ -37,12 +40,9 @@ def from_contributions(blocks: Blocks, found: Contributions, ranks: Ranks) -> Dr
     vectors = [real_view(gradient(p)) for p in blocks.params]
     if blocks.granularity != "coordinate":
         q = ranks.sum_of_squares(blocks.total(found.q))
-        return Draw(vectors, 1.0, found.n, symmetric_signal(blocks.total(found.n), q, k), [], k)
+        return Draw(vectors, 1.0, found.n, symmetric_signal(blocks.total(found.n), q, k), [], [], k)
     squares = ranks.sums_of_squares(found.squares)
-    factor = k / (k - 1)
-    # surrogate.symmetric_signal per coordinate, in the memory of the squares.
-    u_each = [s.mul_(-factor).addcmul_(v, v, value=factor) for s, v in zip(squares, vectors, strict=True)]
-    return Draw(vectors, 1.0, found.n, _totals(u_each, found.n), u_each, k)
+    return Draw(vectors, 1.0, found.n, symmetric_signal(found.n, _totals(squares, found.n), k), squares, [], k)
 
 
 def from_pair(blocks: Blocks, first: list[Tensor], second: list[Tensor], estimator: Estimator) -> Draw:
@@ -64,8 +64,8 @@ def from_pair(blocks: Blocks, first: list[Tensor], second: list[Tensor], estimat
         vectors, scale = [v.add_(real_view(g)) for v, g in zip(vectors, second, strict=True)], 0.5
     n = squared_norms(vectors, like.device, like.dtype) * scale**2
     if blocks.granularity == "coordinate":
-        return Draw(vectors, scale, n, _totals(products, n), products, 2)
-    return Draw(vectors, scale, n, blocks.total(torch.stack([v.to(n) for v in products])), [], 2)
+        return Draw(vectors, scale, n, _totals(products, n), [], products, 2)
+    return Draw(vectors, scale, n, blocks.total(torch.stack([v.to(n) for v in products])), [], [], 2)
 
 
 def with_momentum(
@@ -80,12 +80,13 @@ def with_momentum(
     scale = 1 / correction
     n = squared_norms(momenta, draw.n.device, draw.n.dtype) * scale**2
     if blocks.granularity == "coordinate":
-        u_each = [
-            momentum_signal(cross, u, beta, correction.to(u)) for cross, u in zip(crosses, draw.u_each, strict=True)
+        signals = draw.signals or [
+            symmetric_signal(v.to(q.dtype).square(), q, draw.k) for v, q in zip(draw.vectors, draw.squares, strict=True)
         ]
-        return Draw(momenta, scale, n, _totals(u_each, n), u_each, draw.k)
+        signals = [momentum_signal(cross, u, beta, correction.to(u)) for cross, u in zip(crosses, signals, strict=True)]
+        return Draw(momenta, scale, n, _totals(signals, n), [], signals, draw.k)
     cross = blocks.total(torch.stack([c.to(n) for c in crosses]))
-    return Draw(momenta, scale, n, momentum_signal(cross, draw.u, beta, correction), [], draw.k)
+    return Draw(momenta, scale, n, momentum_signal(cross, draw.u, beta, correction), [], [], draw.k)
 
 
 def gradient(p: Tensor) -> Tensor:

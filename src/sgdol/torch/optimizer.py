@@ -50,13 +50,14 @@ class SGDOL(Optimizer):
 
     Args:
         params: parameters or parameter groups. Groups may differ in lr, weight_decay and maximize.
-        lr: 1/M, the base rate: the first step size, and half of the largest. A float or a tensor; schedulers may move it.
+        lr: 1/M, the base rate: the first step size, and half of the largest. A float or a tensor; schedulers may move
+            it.
         smoothness: M, instead of lr.
-        alpha: how strongly the learner holds on to lr at first, in units of squared gradient norm; a number per block, or
-            None for the squared norm of the first direction (each block its even share by size), which makes the
+        alpha: how strongly the learner holds on to lr at first, in units of squared gradient norm; a number per block,
+            or None for the squared norm of the first direction (each block its even share by size), which makes the
             trajectory equivariant to rescaling the objective and the parameters. The paper's experiments use 10.
-        estimator: ``"symmetric"`` moves along the mean of all k gradients; ``"paper"`` is Algorithm 1: it moves along the
-            first gradient and uses the second only to measure.
+        estimator: ``"symmetric"`` moves along the mean of all k gradients; ``"paper"`` is Algorithm 1: it moves along
+            the first gradient and uses the second only to measure.
         granularity: how many step sizes are learned: ``"global"`` (one), ``"group"`` (one per parameter group),
             ``"tensor"`` (one per parameter tensor) or ``"coordinate"`` (one per scalar, section 6 of the paper).
         momentum: beta in [0, 1) of :math:`d_t = m_t/(1-\beta^t)`, :math:`m_t = \beta m_{t-1} + (1-\beta) \bar g_t`.
@@ -189,13 +190,13 @@ class SGDOL(Optimizer):
     def diagnostics(self) -> dict[str, Any]:
         r"""What the optimizer has learned, as plain numbers. Reads them from the device, so not for every step.
 
-        * ``step_size``: eta of the last update, one per parameter group (for finer granularities the mean weighted by the
-          squared direction, so that coordinates that never move do not count).
+        * ``step_size``: eta of the last update, one per parameter group (for finer granularities the length of the move
+          over that of the direction, so that coordinates that never move do not count).
         * ``signal_to_noise``: :math:`\sum u / \sum (n - u)` over the recent updates: signal and noise of the direction.
-        * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have as much
-          signal as noise. Times the microbatch size it is the "simple noise scale" of McCandlish et al. (2018).
+        * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have as
+          much signal as noise. Times the microbatch size it is the "simple" one of McCandlish et al. (2018).
         * ``updates``, ``skipped`` (non-finite gradients), ``gradients`` (k of the last update), ``pending``.
-        * ``cumulative_surrogate``: :math:`\sum_t \ell_t(\eta_t)`, an estimate of a bound on the change of the objective.
+        * ``cumulative_surrogate``: :math:`\sum_t \ell_t(\eta_t)`, which bounds the change of f in expectation.
         * ``regret``: that minus what the best fixed multiple of lr would have had, for all blocks the same.
         """
         group = self.param_groups[0]

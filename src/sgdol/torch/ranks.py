@@ -1,8 +1,8 @@
 """Data-parallel ranks, each of them one independent gradient.
 
 Under DistributedDataParallel every rank computes the gradient of its own data, and backward leaves their mean in
-``.grad``. The hooks have seen the rank's own gradient before that, so all the optimizer still needs from the other ranks is
-the sum of their squares: one number per step size.
+``.grad``. The hooks have seen the rank's own gradient before that, so all the optimizer still needs from the other
+ranks is the sum of their squares: one number per step size.
 """
 
 from __future__ import annotations

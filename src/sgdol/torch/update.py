@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sgdol.learners import FTRL, LARGEST_MULTIPLIER, Learner
-from sgdol.surrogate import loss
+from sgdol.surrogate import loss, symmetric_signal
 from sgdol.torch.blocks import Blocks
 from sgdol.torch.draw import Draw, inner
 from sgdol.torch.passes import real_view, wide_dtype
@@ -19,8 +19,8 @@ __all__ = ["Outcome", "update"]
 BUCKET = 1 << 22
 """How many scalars the multi-tensor path handles at once: its temporaries do not grow with the model."""
 
-CHUNK = 1 << 16
-"""How many scalars a per-coordinate update handles at once, so that they stay in the cache of a CPU core."""
+CHUNK = 1 << 18
+"""How many scalars a per-coordinate update handles at once: its temporaries do not grow with the model either."""
 
 
 class Outcome(NamedTuple):
@@ -64,7 +64,7 @@ def update(
     if blocks.granularity == "tensor":
         rates = rates[blocks.group_of] if len(groups) > 1 else rates.expand_as(n)
         eta = rates * multiplier
-        shown = _weighted_means(eta, draw.n, blocks.per_group)
+        shown = _root_mean_squares(eta, draw.n, blocks.per_group)
         each = eta.unbind()
     else:
         eta = rates * multiplier
@@ -72,7 +72,7 @@ def update(
         by_group = eta.unbind()
         each = [by_group[i] for i in blocks.group_of]
         if blocks.granularity == "global" and len(groups) > 1:
-            rates = _weighted_mean(rates, blocks.by_group(draw.n)).reshape(1)
+            rates = _mean(rates, blocks.by_group(draw.n)).reshape(1)
     start = 0
     for group, size in zip(groups, blocks.per_group, strict=True):
         part = slice(start, start + size)
@@ -82,7 +82,7 @@ def update(
     return Outcome(shown, (rates * loss(multiplier, draw.u, n, 1.0)).sum(), (rates * draw.u).sum(), (rates * n).sum())
 
 
-# One step size per coordinate ------------------------------------------------------------------------------------------
+# One step size per coordinate -----------------------------------------------------------------------------------------
 
 
 def _update_coordinates(
@@ -97,62 +97,85 @@ def _update_coordinates(
     rates = blocks.rates(draw.n)
     rates = rates[blocks.group_of] if len(groups) > 1 else rates.expand_as(draw.n)
     numbers = []
-    for i, (p, vector, u) in enumerate(zip(blocks.params, draw.vectors, draw.u_each, strict=True)):
-        state = blocks.tensor_state(learner, i, u)
-        scalars = [x if isinstance(x, float) else x.to(u) for x in (draw.scale, rates[i], before[i], after[i])]
+    scratch: dict[torch.dtype, Tensor] = {}
+    for i, (p, vector) in enumerate(zip(blocks.params, draw.vectors, strict=True)):
+        known = draw.squares[i] if draw.squares else draw.signals[i]
+        state = blocks.tensor_state(learner, i, known)
         group = groups[blocks.group_of[i]]
-        tensors = [real_view(p), vector, u, *state]
+        tensors = [real_view(p), vector, known, *state]
         pieces = zip(*(_chunks(t) for t in tensors), strict=True) if _flat(tensors) else [tensors]
-        parts = [
-            _update_chunk(learner, type(state)(*fields), x, d, u, scalars, group, ok) for x, d, u, *fields in pieces
-        ]
+        scale, rate, a, b = (
+            x if isinstance(x, float) else x.to(known) for x in (draw.scale, rates[i], before[i], after[i])
+        )
+        parts = []
+        for x, v, known, *fields in pieces:
+            d = v if v.dtype == known.dtype and isinstance(scale, float) and scale == 1.0 else v.to(known.dtype) * scale
+            if type(learner) is FTRL and draw.squares and ok is None:
+                memory = _scratch(scratch, known)
+                multiplier, su = _learn_in_place(learner, type(state)(*fields), d, known, draw.k, a, memory)
+            else:
+                n = d.square()
+                u = symmetric_signal(n, known, draw.k) if draw.squares else known
+                multiplier, su = _learn(learner, type(state)(*fields), u, n, a, b, ok)
+            parts.append(torch.stack([su, _move_coordinates(group, x, d, multiplier, rate, ok)]))
         numbers.append((parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)).to(draw.n))
-    sn, ssn, su, u_total = torch.stack(numbers).unbind(1)
-    # Weighted by the squared direction: a coordinate that never moves keeps eta = lr and would hide the others.
-    eta = rates * torch.where(draw.n > 0, sn / torch.where(draw.n > 0, draw.n, 1), 1)
-    shown = _weighted_means(eta, draw.n, blocks.per_group)
-    return Outcome(shown, (rates * (ssn / 2 - su)).sum(), (rates * u_total).sum(), (rates * draw.n).sum())
+    su, ssn = torch.stack(numbers).unbind(1)
+    # The length of the move over that of the direction: a coordinate that never moves keeps eta = lr, and an unweighted
+    # mean would show little else.
+    eta = rates * torch.where(draw.n > 0, ssn / torch.where(draw.n > 0, draw.n, 1), 1).sqrt()
+    shown = _root_mean_squares(eta, draw.n, blocks.per_group)
+    return Outcome(shown, (rates * (ssn / 2 - su)).sum(), (rates * draw.u).sum(), (rates * draw.n).sum())
 
 
-def _update_chunk(
-    learner: Learner,
-    state: Any,
-    x: Tensor,
-    vector: Tensor,
-    u: Tensor,
-    scalars: list[Any],
-    group: dict[str, Any],
-    ok: Tensor | None,
+def _learn(
+    learner: Learner, state: Any, u: Tensor, n: Tensor, before: Tensor, after: Tensor, ok: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The multipliers and <s, u>; the state is written to."""
+    multiplier = learner.predict(state, before)
+    for field, new in zip(state, learner.observe(state, multiplier, u, n, after), strict=True):
+        field.copy_(new if ok is None else torch.where(ok, new, field))
+    return multiplier, inner(multiplier, u)
+
+
+def _learn_in_place(
+    learner: FTRL, state: Any, d: Tensor, squares: Tensor, k: int, alpha: Tensor, memory: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The same as ``_learn`` for FTRL, in fewer passes over memory and without new memory."""
+    weight: float = learner.strength * alpha.tolist()  # type: ignore[operator]
+    multiplier = torch.add(state.u_sum, weight * learner.center, out=memory[0])
+    denominator = torch.add(state.n_sum, weight, out=memory[1])
+    multiplier.div_(denominator)
+    if weight == 0:
+        multiplier.masked_fill_(denominator == 0, learner.center)
+    multiplier.clamp_(0.0, LARGEST_MULTIPLIER)
+    factor = k / (k - 1)
+    squares.addcmul_(d, d, value=-1)  # now -u / factor
+    state.n_sum.addcmul_(d, d)
+    state.u_sum.add_(squares, alpha=-factor)
+    return multiplier, -factor * inner(multiplier, squares)
+
+
+def _move_coordinates(
+    group: dict[str, Any], x: Tensor, d: Tensor, multiplier: Tensor, rate: Tensor, ok: Tensor | None
 ) -> Tensor:
-    """Learn and move some coordinates; returns <s, n>, <s^2, n>, <s, u> and the sum of u."""
-    scale, rate, before, after = scalars
-    d = vector.to(u.dtype)
-    if not isinstance(scale, float) or scale != 1.0:
-        d = d * scale
-    if type(learner) is FTRL and ok is None:
-        # FTRL.predict and FTRL.observe in place; tested equal to the general path below.
-        weight = learner.strength * before
-        multiplier = state.u_sum + weight * learner.center
-        denominator = state.n_sum + weight
-        multiplier.div_(denominator)
-        if learner.strength == 0 or before.tolist() == 0:
-            multiplier.masked_fill_(denominator == 0, learner.center)
-        multiplier.clamp_(0.0, LARGEST_MULTIPLIER)
-        state.u_sum.add_(u)
-        state.n_sum.addcmul_(d, d)
-    else:
-        n = d.square()
-        multiplier = learner.predict(state, before)
-        for field, new in zip(state, learner.observe(state, multiplier, u, n, after), strict=True):
-            field.copy_(new if ok is None else torch.where(ok, new, field))
-    su, u_total = inner(multiplier, u), u.sum()
-    if group["weight_decay"] or ok is not None or x.dtype != u.dtype:
+    """Move x along d; returns ||s d||^2. The multipliers are written to."""
+    if group["weight_decay"] or ok is not None or x.dtype != d.dtype:
         _move_guarded(group, x, d, 1.0, multiplier * rate, ok)
-        scaled = multiplier * d
+        scaled = multiplier.mul_(d)
     else:
         scaled = multiplier.mul_(d)
         x.addcmul_(scaled, rate, value=1.0 if group["maximize"] else -1.0)
-    return torch.stack([inner(scaled, d), inner(scaled, scaled), su, u_total])
+    return inner(scaled, scaled)
+
+
+def _scratch(kept: dict[torch.dtype, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors like this one, from memory that is used again and again."""
+    if like.numel() > CHUNK:
+        return torch.empty_like(like), torch.empty_like(like)
+    if like.dtype not in kept:
+        kept[like.dtype] = torch.empty(2, CHUNK, dtype=like.dtype, device=like.device)
+    first, second = kept[like.dtype][:, : like.numel()].unbind()
+    return first.view(like.shape), second.view(like.shape)
 
 
 def _flat(tensors: list[Tensor]) -> bool:
@@ -163,7 +186,7 @@ def _chunks(tensor: Tensor) -> tuple[Tensor, ...]:
     return tensor.view(-1).split(CHUNK)
 
 
-# The same step size for a whole tensor ---------------------------------------------------------------------------------
+# The same step size for a whole tensor --------------------------------------------------------------------------------
 
 
 def _move(
@@ -247,11 +270,12 @@ def _use_foreach(wanted: bool | None, tensors: Sequence[Tensor]) -> bool:
     return all(t.device.type != "cpu" for t in tensors) if wanted is None else wanted
 
 
-def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+def _mean(values: Tensor, weights: Tensor) -> Tensor:
     total = weights.sum()
     return torch.where(total > 0, (values * weights).sum() / torch.where(total > 0, total, 1), values.mean())
 
 
-def _weighted_means(values: Tensor, weights: Tensor, sizes: list[int]) -> list[Tensor | None]:
-    parts = zip(values.split(sizes), weights.split(sizes), sizes, strict=True)
-    return [_weighted_mean(v, w) if size else None for v, w, size in parts]
+def _root_mean_squares(values: Tensor, weights: Tensor, sizes: list[int]) -> list[Tensor | None]:
+    """One number for each group that takes part: what eta would have to be for a move of the same length."""
+    parts = zip(values.square().split(sizes), weights.split(sizes), sizes, strict=True)
+    return [_mean(v, w).sqrt() if size else None for v, w, size in parts]
