@@ -41,8 +41,8 @@ def from_contributions(blocks: Blocks, found: Contributions, ranks: Ranks) -> Dr
     if blocks.granularity != "coordinate":
         q = ranks.sum_of_squares(blocks.total(found.q))
         return Draw(vectors, 1.0, found.n, symmetric_signal(blocks.total(found.n), q, k), [], [], k)
-    squares = ranks.sums_of_squares(found.squares)
-    return Draw(vectors, 1.0, found.n, symmetric_signal(found.n, _totals(squares, found.n), k), squares, [], k)
+    squares, q = ranks.sums_of_squares(found.squares, found.q)
+    return Draw(vectors, 1.0, found.n, symmetric_signal(found.n, q, k), squares, [], k)
 
 
 def from_pair(blocks: Blocks, first: list[Tensor], second: list[Tensor], estimator: Estimator) -> Draw:

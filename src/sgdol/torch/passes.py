@@ -58,7 +58,7 @@ class Contributions(NamedTuple):
     n: Tensor
     """||S||^2 of each parameter's gradient as it is now."""
     q: Tensor
-    """The sum of the squared norms of the contributions, in the scale of S now (``keep="norms"``)."""
+    """The sum of the squared norms of the contributions, in the scale of S now (but for ``keep="gradients"``)."""
     squares: list[Tensor]
     """The same per coordinate (``keep="squares"``); may be written to."""
     gradients: list[list[Tensor]]
@@ -211,14 +211,13 @@ class BackwardPasses:
         if task != self._task:
             self._open(task)
         slot = self._slots[index]
+        if self._keep == "gradients":
+            self._arrived[index] = gradient.clone() if slot.count < 2 else gradient.new_empty(0)
+            return
         if self._keep == "squares":
             slot.add_squares(gradient)
-            self._arrived[index] = gradient.new_empty(0)
-        elif self._keep == "gradients":
-            self._arrived[index] = gradient.clone() if slot.count < 2 else gradient.new_empty(0)
-        else:
-            dtype = wide_dtype(gradient.dtype) if _is_narrow(gradient) else None
-            self._arrived[index] = torch.linalg.vector_norm(gradient, dtype=dtype)
+        dtype = wide_dtype(gradient.dtype) if _is_narrow(gradient) else None
+        self._arrived[index] = torch.linalg.vector_norm(gradient, dtype=dtype)
 
     # The engine runs final callbacks in the order in which they were queued. DistributedDataParallel queues its own,
     # which waits for the all-reduce, in the middle of backward; a callback queued by a callback runs after it.
@@ -276,7 +275,7 @@ class BackwardPasses:
         first = self._slots[0].param
         device, dtype = first.device, scalar_dtype(first.device)
         n, q = self._totals(device, dtype)
-        if self._keep == "norms":
+        if self._keep != "gradients":
             _add_rows(q, landed, _stack([arrived[i] for i in landed], device, dtype).square())
         dense = [i for i in stale if _is_dense(self._slots[i].param)]
         _set_rows(n, dense, squared_norms([_gradient(self._slots[i].param) for i in dense], device, dtype))

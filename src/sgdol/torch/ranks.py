@@ -36,13 +36,14 @@ class Ranks:
         dist.all_reduce(q, group=self._group)
         return q / self.count**2
 
-    def sums_of_squares(self, squares: list[Tensor]) -> list[Tensor]:
-        """The same per coordinate: one all-reduce of the size of the gradient."""
+    def sums_of_squares(self, squares: list[Tensor], q: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The same per coordinate, and per tensor: one all-reduce of the size of the gradient."""
         if self._group is None:
-            return squares
-        flat = self.sum_of_squares(torch.cat([s.flatten() for s in squares]))
-        pieces = flat.split([s.numel() for s in squares])
-        return [piece.view(s.shape).to(s.dtype) for piece, s in zip(pieces, squares, strict=True)]
+            return squares, q
+        everything = [*(s.reshape(-1) for s in squares), q]
+        flat = self.sum_of_squares(torch.cat([t.to(squares[0].device) for t in everything]))
+        *pieces, q_sum = flat.split([t.numel() for t in everything])
+        return [piece.view(s.shape).to(s) for piece, s in zip(pieces, squares, strict=True)], q_sum.to(q)
 
 
 def _wrapper_of(ids: set[int]) -> DistributedDataParallel | None:

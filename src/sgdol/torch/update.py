@@ -104,12 +104,10 @@ def _update_coordinates(
         group = groups[blocks.group_of[i]]
         tensors = [real_view(p), vector, known, *state]
         pieces = zip(*(_chunks(t) for t in tensors), strict=True) if _flat(tensors) else [tensors]
-        scale, rate, a, b = (
-            x if isinstance(x, float) else x.to(known) for x in (draw.scale, rates[i], before[i], after[i])
-        )
+        rate, a, b = rates[i].to(known), before[i].to(known), after[i].to(known)
         parts = []
         for x, v, known, *fields in pieces:
-            d = v if v.dtype == known.dtype and isinstance(scale, float) and scale == 1.0 else v.to(known.dtype) * scale
+            d = _scaled(v, draw.scale, known)
             if type(learner) is FTRL and draw.squares and ok is None:
                 memory = _scratch(scratch, known)
                 multiplier, su = _learn_in_place(learner, type(state)(*fields), d, known, draw.k, a, memory)
@@ -125,6 +123,12 @@ def _update_coordinates(
     eta = rates * torch.where(draw.n > 0, ssn / torch.where(draw.n > 0, draw.n, 1), 1).sqrt()
     shown = _root_mean_squares(eta, draw.n, blocks.per_group)
     return Outcome(shown, (rates * (ssn / 2 - su)).sum(), (rates * draw.u).sum(), (rates * draw.n).sum())
+
+
+def _scaled(vector: Tensor, scale: float | Tensor, like: Tensor) -> Tensor:
+    if isinstance(scale, float) and scale == 1.0:
+        return vector.to(like)
+    return vector.to(like) * (scale if isinstance(scale, float) else scale.to(like))
 
 
 def _learn(
