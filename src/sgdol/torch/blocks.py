@@ -41,12 +41,28 @@ class Blocks:
         taking_part = set(params)
         self.per_group = [len(params)] if len(groups) == 1 else [_count(g["params"], taking_part) for g in groups]
         self.group_of = [i for i, size in enumerate(self.per_group) for _ in range(size)]
+        self.momenta = [float(group["momentum"]) for group in groups]
+
+    def cells(self, values: Tensor) -> Tensor:
+        """One value per parameter, summed over the largest parts of each block in which momentum is the same."""
+        if self.granularity == "global":
+            return values.sum(dim=0, keepdim=True) if len(set(self.momenta)) == 1 else self.by_group(values)
+        return self.by_group(values) if self.granularity == "group" else values
 
     def total(self, values: Tensor) -> Tensor:
         """One value per parameter, summed over each block (over each tensor, where blocks are coordinates)."""
-        if self.granularity == "global":
-            return values.sum(dim=0, keepdim=True)
-        return self.by_group(values) if self.granularity == "group" else values
+        return self.merge(self.cells(values))
+
+    def merge(self, cells: Tensor) -> Tensor:
+        """One value per cell, summed over each block."""
+        return cells.sum(dim=0, keepdim=True) if self.granularity == "global" else cells
+
+    def cell_values(self, by_group: list[Tensor]) -> Tensor:
+        """One value per group, for each cell: those of its group."""
+        if self.granularity == "global" and len(set(self.momenta)) == 1:
+            return by_group[0].reshape(1)
+        values = torch.stack(by_group)
+        return values if self.granularity in ("global", "group") else values[self.group_of]
 
     def by_group(self, values: Tensor) -> Tensor:
         """One value per parameter, summed over each group."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from sgdol.surrogate import loss
 from sgdol.torch.update import Outcome
 
-__all__ = ["added", "report", "skipped", "updates", "zeros"]
+__all__ = ["added", "report", "skipped", "zeros"]
 
 RECENT = 0.99
 """The signal-to-noise ratio and the noise scale are averages over about the last 1 / (1 - RECENT) updates."""
@@ -23,11 +23,6 @@ ROWS = ("updates", "skipped", "surrogate", "signal", "length", "recent_signal", 
 def zeros(like: Tensor) -> Tensor:
     """The totals before any update."""
     return torch.zeros(len(ROWS), device=like.device, dtype=like.dtype)
-
-
-def updates(totals: Tensor) -> Tensor:
-    """How many updates there were."""
-    return totals[ROWS.index("updates")]
 
 
 def skipped(totals: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,16 @@ __all__ = ["Draw", "from_contributions", "from_pair", "gradient", "inner", "with
 
 
 class Draw(NamedTuple):
-    """What an update is made of. The direction of parameter i is ``scale * vectors[i]``."""
+    """What an update is made of. The direction of parameter i is ``scales[i] * vectors[i]``."""
 
     vectors: list[Tensor]
     """Real tensors, one per parameter; not to be written to."""
-    scale: float | Tensor
+    scales: list[Any]
+    """The same within a parameter group."""
     n: Tensor
     """||d||^2 of each parameter's direction."""
     u: Tensor
-    """The signal <d, grad f>, summed over each block (over each tensor, where blocks are coordinates)."""
+    """The signal <d, grad f>, summed over each cell of the blocks."""
     squares: list[Tensor]
     """Where blocks are coordinates: the sum of squares Q of each, which surrogate.symmetric_signal turns into its
     signal; may be written to."""
@@ -38,11 +39,12 @@ def from_contributions(blocks: Blocks, found: Contributions, ranks: Ranks) -> Dr
     """The symmetric estimator on gradients that have been accumulated into ``.grad``, here and on other ranks."""
     k = max(found.k, 1) * ranks.count
     vectors = [real_view(gradient(p)) for p in blocks.params]
+    scales = [1.0] * len(vectors)
     if blocks.granularity != "coordinate":
-        q = ranks.sum_of_squares(blocks.total(found.q))
-        return Draw(vectors, 1.0, found.n, symmetric_signal(blocks.total(found.n), q, k), [], [], k)
+        q = ranks.sum_of_squares(blocks.cells(found.q))
+        return Draw(vectors, scales, found.n, symmetric_signal(blocks.cells(found.n), q, k), [], [], k)
     squares, q = ranks.sums_of_squares(found.squares, found.q)
-    return Draw(vectors, 1.0, found.n, symmetric_signal(found.n, q, k), squares, [], k)
+    return Draw(vectors, scales, found.n, symmetric_signal(found.n, q, k), squares, [], k)
 
 
 def from_pair(blocks: Blocks, first: list[Tensor], second: list[Tensor], estimator: Estimator) -> Draw:
@@ -62,31 +64,45 @@ def from_pair(blocks: Blocks, first: list[Tensor], second: list[Tensor], estimat
     scale = 1.0
     if estimator == "symmetric":
         vectors, scale = [v.add_(real_view(g)) for v, g in zip(vectors, second, strict=True)], 0.5
-    n = squared_norms(vectors, like.device, like.dtype) * scale**2
+    scales = [scale] * len(vectors)
+    # As inner products, like u: for two equal gradients u = n to the last bit.
+    n = torch.stack([inner(v, v).to(like) for v in vectors]) * scale**2
     if blocks.granularity == "coordinate":
-        return Draw(vectors, scale, n, _totals(products, n), [], products, 2)
-    return Draw(vectors, scale, n, blocks.total(torch.stack([v.to(n) for v in products])), [], [], 2)
+        return Draw(vectors, scales, n, _totals(products, n), [], products, 2)
+    return Draw(vectors, scales, n, blocks.cells(torch.stack([v.to(n) for v in products])), [], [], 2)
 
 
-def with_momentum(
-    blocks: Blocks, draw: Draw, momenta: list[Tensor], beta: float, correction: Tensor, ok: Tensor | None
-) -> Draw:
-    """The draw of the direction m_t / (1 - beta^t); the momenta m_{t-1} become m_t."""
+def with_momentum(blocks: Blocks, draw: Draw, momenta: list[Tensor], weights: list[Tensor], ok: Tensor | None) -> Draw:
+    r"""The draw of the direction m_t / w_t; the momenta m_{t-1} become m_t.
+
+    Args:
+        blocks: which coordinates share a step size.
+        draw: that of the gradients themselves.
+        momenta: m_{t-1} of each parameter.
+        weights: w_t of each group, the sum of the weights in m_t: :math:`1 - \beta^t` if beta stays the same.
+        ok: see :func:`sgdol.torch.update.update`.
+    """
     crosses = []
-    for m, v in zip(momenta, draw.vectors, strict=True):
-        g = v.to(m.dtype) * draw.scale if draw.scale != 1.0 or v.dtype != m.dtype else v
+    betas = [blocks.momenta[group] for group in blocks.group_of]
+    for m, v, scale, beta in zip(momenta, draw.vectors, draw.scales, betas, strict=True):
+        g = v if v.dtype == m.dtype and scale == 1.0 else v.to(m.dtype) * scale
         crosses.append(m * g if blocks.granularity == "coordinate" else inner(m, g))
         m.lerp_(g, 1 - beta) if ok is None else m.copy_(torch.where(ok, torch.lerp(m, g, 1 - beta), m))
-    scale = 1 / correction
-    n = squared_norms(momenta, draw.n.device, draw.n.dtype) * scale**2
+    scales = [1 / weights[group] for group in blocks.group_of]
+    n = squared_norms(momenta, draw.n.device, draw.n.dtype) * torch.stack(scales).square()
     if blocks.granularity == "coordinate":
         signals = draw.signals or [
             symmetric_signal(v.to(q.dtype).square(), q, draw.k) for v, q in zip(draw.vectors, draw.squares, strict=True)
         ]
-        signals = [momentum_signal(cross, u, beta, correction.to(u)) for cross, u in zip(crosses, signals, strict=True)]
-        return Draw(momenta, scale, n, _totals(signals, n), [], signals, draw.k)
-    cross = blocks.total(torch.stack([c.to(n) for c in crosses]))
-    return Draw(momenta, scale, n, momentum_signal(cross, draw.u, beta, correction), [], [], draw.k)
+        signals = [
+            momentum_signal(cross, u, beta, weights[group].to(u))
+            for cross, u, beta, group in zip(crosses, signals, betas, blocks.group_of, strict=True)
+        ]
+        return Draw(momenta, scales, n, _totals(signals, n), [], signals, draw.k)
+    cross = blocks.cells(torch.stack([c.to(n) for c in crosses]))
+    beta_of = blocks.cell_values([n.new_tensor(beta) for beta in blocks.momenta])
+    u = momentum_signal(cross, draw.u, beta_of, blocks.cell_values(weights))
+    return Draw(momenta, scales, n, u, [], [], draw.k)
 
 
 def gradient(p: Tensor) -> Tensor:

@@ -22,7 +22,20 @@ from sgdol.torch.update import update
 
 __all__ = ["SGDOL"]
 
-SHARED = ("alpha", "estimator", "granularity", "learner", "momentum")
+OPTIONS = (
+    "lr",
+    "alpha",
+    "estimator",
+    "granularity",
+    "momentum",
+    "weight_decay",
+    "learner",
+    "maximize",
+    "foreach",
+)
+"""The keyword arguments as they stand in every parameter group."""
+
+SHARED = ("alpha", "estimator", "granularity", "learner")
 """Options that all parameter groups have in common."""
 
 
@@ -49,7 +62,7 @@ class SGDOL(Optimizer):
     ``backward()`` calls, are not.
 
     Args:
-        params: parameters or parameter groups. Groups may differ in lr, weight_decay and maximize.
+        params: parameters or parameter groups. Groups may differ in lr, momentum, weight_decay and maximize.
         lr: 1/M, the base rate: the first step size, and half of the largest. A float or a tensor; schedulers may move
             it.
         smoothness: M, instead of lr.
@@ -144,9 +157,7 @@ class SGDOL(Optimizer):
                 result = closure()
         draw = self._draw()
         if draw is None and closure is not None and self.pending:
-            self.zero_grad()
-            with torch.enable_grad():
-                closure()
+            self._call_again(closure)
             draw = self._draw()
         if draw is not None:
             self._update(*draw)
@@ -164,7 +175,7 @@ class SGDOL(Optimizer):
             self._passes.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; it may bring its own lr (or smoothness), weight_decay and maximize."""
+        """Add a parameter group; it may bring its own lr (or smoothness), momentum, weight_decay and maximize."""
         if isinstance(param_group, dict):
             param_group = dict(param_group)
             smoothness = param_group.pop("smoothness", None)
@@ -254,11 +265,10 @@ class SGDOL(Optimizer):
                 return
             self._warn_if_identical(length, signal, blocks.params[0].dtype)
             ok = None
-        beta = self.defaults["momentum"]
-        if beta:
+        if any(blocks.momenta):
             momenta = [self._momentum(p) for p in blocks.params]
-            correction = 1 - beta ** (diagnostics.updates(totals) + 1)
-            draw = with_momentum(blocks, draw, momenta, beta, correction, ok)
+            weights = self._momentum_weights(draw.n, ok)
+            draw = with_momentum(blocks, draw, momenta, weights, ok)
         outcome = update(blocks, self.param_groups, draw, self.learner, self.defaults["alpha"], ok)
         first["totals"] = diagnostics.added(totals, outcome, ok)
         first["gradients"] = draw.k
@@ -266,6 +276,18 @@ class SGDOL(Optimizer):
             if eta is not None:
                 group["step_size"] = eta if ok is None else torch.where(ok, eta, group["step_size"])
         share(self.param_groups, blocks.granularity)
+
+    def _call_again(self, closure: Callable[[], Any]) -> None:
+        """The second gradient of a pair, by itself, whether the closure zeroes gradients or not."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        first = [p.grad for p in params]
+        for p in params:
+            p.grad = None
+        with torch.enable_grad():
+            closure()
+        for p, grad in zip(params, first, strict=True):
+            if p.grad is None:
+                p.grad = grad
 
     def _hold(self, p: Tensor) -> None:
         buffer = self._spare.pop(p, None)
@@ -289,6 +311,16 @@ class SGDOL(Optimizer):
             like = real_view(p)
             state["momentum"] = torch.zeros_like(like, dtype=wide_dtype(like.dtype))
         return state["momentum"]
+
+    def _momentum_weights(self, like: Tensor, ok: Tensor | None) -> list[Tensor]:
+        """How much weight the gradients so far have in each group's momentum; schedulers may move beta."""
+        weights = []
+        for group in self.param_groups:
+            old = torch.as_tensor(group.get("momentum_weight", 0.0)).to(like)
+            new = group["momentum"] * old + (1 - group["momentum"])
+            group["momentum_weight"] = new if ok is None else torch.where(ok, new, old)
+            weights.append(new)
+        return weights
 
     def _watched(self) -> BackwardPasses:
         params = [p for group in self.param_groups for p in group["params"]]
@@ -315,7 +347,7 @@ class SGDOL(Optimizer):
             "Draw a fresh batch for every backward(), split a batch into microbatches, and give each rank its own "
             "data. If the objective has no noise, all is well.",
             UserWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
     # Saving and loading -----------------------------------------------------------------------------------------------
@@ -354,8 +386,8 @@ class SGDOL(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            for name, default in self.defaults.items():
-                group.setdefault(name, default)
+            for name in OPTIONS:  # a state saved by an older version may lack some
+                group.setdefault(name, self.defaults[name])
             group.setdefault("step_size", group["lr"])
         if "defaults" in state:  # unpickled or copied: new parameters, which nobody watches yet
             self._passes, self._ranks, self._spare = None, None, {}
@@ -412,9 +444,7 @@ def _check_options(options: dict[str, Any]) -> None:
     lr = options["lr"]
     if lr is not None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError(
-                f"lr must be a number or a tensor with one element, got a tensor of shape {tuple(lr.shape)}"
-            )
+            raise ValueError(f"Tensor lr must be 1-element, got lr of shape {tuple(lr.shape)}")
         _check("lr", lr, lr > 0, "positive and finite")
     if options["alpha"] is not None:
         _check("alpha", options["alpha"], options["alpha"] > 0, "None, or positive and finite")

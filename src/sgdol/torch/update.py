@@ -51,15 +51,16 @@ def update(
         alpha: the regulariser's alpha, None to take it from the first direction.
         ok: None if the draw is known to be finite; else a boolean scalar that decides on the device.
     """
-    before = blocks.alpha(alpha, draw.u)
+    n = blocks.total(draw.n)
+    before = blocks.alpha(alpha, n)
     after = before if alpha is not None else blocks.alpha_after(before, draw.n.sum())
     blocks.write("alpha_learned", after, before, ok)
     if blocks.granularity == "coordinate":
         return _update_coordinates(blocks, groups, draw, learner, before, after, ok)
-    n = blocks.total(draw.n)
+    u = blocks.merge(draw.u)
     state = blocks.learner_state(learner, n)
     multiplier = learner.predict(state, before)
-    blocks.write_learner_state(learner.observe(state, multiplier, draw.u, n, after), state, ok)
+    blocks.write_learner_state(learner.observe(state, multiplier, u, n, after), state, ok)
     rates = blocks.rates(n)
     if blocks.granularity == "tensor":
         rates = rates[blocks.group_of] if len(groups) > 1 else rates.expand_as(n)
@@ -78,8 +79,8 @@ def update(
         part = slice(start, start + size)
         start += size
         if size:
-            _move(group, blocks.params[part], draw.vectors[part], draw.scale, each[part], ok)
-    return Outcome(shown, (rates * loss(multiplier, draw.u, n, 1.0)).sum(), (rates * draw.u).sum(), (rates * n).sum())
+            _move(group, blocks.params[part], draw.vectors[part], draw.scales[start - size], each[part], ok)
+    return Outcome(shown, (rates * loss(multiplier, u, n, 1.0)).sum(), (rates * u).sum(), (rates * n).sum())
 
 
 # One step size per coordinate -----------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ def _update_coordinates(
         rate, a, b = rates[i].to(known), before[i].to(known), after[i].to(known)
         parts = []
         for x, v, known, *fields in pieces:
-            d = _scaled(v, draw.scale, known)
+            d = _scaled(v, draw.scales[i], known)
             if type(learner) is FTRL and draw.squares and ok is None:
                 memory = _scratch(scratch, known)
                 multiplier, su = _learn_in_place(learner, type(state)(*fields), d, known, draw.k, a, memory)
@@ -208,17 +209,17 @@ def _move(
         for start, stop in _buckets(xs):
             _move_bucket(group, xs[start:stop], vectors[start:stop], scale, etas[start:stop], ok)
         return
-    direction = 1.0 if group["maximize"] else -1.0
-    decay = group["weight_decay"]
-    if isinstance(scale, float):
-        direction, scale = direction * scale, 1.0
+    sign = 1.0 if group["maximize"] else -1.0
     for x, v, eta in zip(xs, vectors, etas, strict=True):
         if ok is not None or x.dtype != wide_dtype(x.dtype):
             _move_guarded(group, x, v, scale, eta, ok)
             continue
-        if decay:
-            x.addcmul_(x, eta, value=-decay)
-        x.addcmul_(v, eta if isinstance(scale, float) else eta * scale, value=direction)
+        if group["weight_decay"]:
+            x.addcmul_(x, eta, value=-group["weight_decay"])
+        if isinstance(scale, float):
+            x.addcmul_(v, eta, value=sign * scale)
+        else:
+            x.addcmul_(v, eta * scale, value=sign)
 
 
 def _move_guarded(
