@@ -139,6 +139,7 @@ class SGDOL(Optimizer):
 
     # The public face --------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # counts passes and looks at versions: nothing to trace, so nothing to recompile
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, or hold the gradient if it is the only one so far.
@@ -418,8 +419,8 @@ def _refuse_sparse(params: list[Tensor]) -> None:
 
 
 def _readable(scalar: Tensor) -> bool:
-    """Whether the host can look at this number without waiting for a device or breaking a graph."""
-    return scalar.device.type == "cpu" and type(scalar) is Tensor and not torch.compiler.is_compiling()
+    """Whether the host can look at this number without waiting for a device."""
+    return scalar.device.type == "cpu" and type(scalar) is Tensor
 
 
 def _materialise(params: Iterable[Any]) -> list[Any]:
