@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -348,7 +349,7 @@ class SGDOL(Optimizer):
             "Draw a fresh batch for every backward(), split a batch into microbatches, and give each rank its own "
             "data. If the objective has no noise, all is well.",
             UserWarning,
-            stacklevel=6,
+            stacklevel=_caller(),
         )
 
     # Saving and loading -----------------------------------------------------------------------------------------------
@@ -416,6 +417,14 @@ def _refuse_sparse(params: list[Tensor]) -> None:
                 f"SGDOL does not support sparse gradients: parameter {index} of shape {tuple(p.shape)} has a gradient "
                 f"of layout {p.grad.layout}; use a dense one (for instance torch.nn.Embedding(..., sparse=False))"
             )
+
+
+def _caller() -> int:
+    """The stack level, seen from whoever asks, of the first frame that is neither torch's nor ours."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "sgdol"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _readable(scalar: Tensor) -> bool:

@@ -7,7 +7,8 @@ of squares.
 
 What happens to ``.grad`` between backward and step (GradScaler's unscaling, ``clip_grad_norm_``) rescales S and so has
 to rescale the squares. The squared norm of S is therefore taken at the end of each backward, together with the tensor's
-version, which tells without a look at the data whether somebody has written to it since.
+version, which tells without a look at the data whether somebody has written to it since. GradScaler's kernel writes
+without raising the version, so a few entries of the largest gradients are compared as well.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from torch import Tensor
 __all__ = ["BackwardPasses", "Contributions", "Keep", "real_view", "scalar_dtype", "squared_norms", "wide_dtype"]
 
 Keep = Literal["norms", "squares", "gradients"]
+
+SAMPLED = 2
+ENTRIES = 64
+"""How many gradients, and about how many entries of each, are compared to notice a silent rescaling."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -38,6 +43,12 @@ def squared_norms(tensors: list[Tensor], device: torch.device, dtype: torch.dtyp
     """The squared norm of each tensor, as one vector."""
     norms = [torch.linalg.vector_norm(t, dtype=wide_dtype(t.dtype) if _is_narrow(t) else None) for t in tensors]
     return _stack(norms, device, dtype).square()
+
+
+def _entries(tensor: Tensor) -> Tensor:
+    """A few entries of a tensor, spread over it."""
+    stride = max(1, tensor.numel() // ENTRIES)
+    return tensor.view(-1)[::stride] if tensor.is_contiguous() else tensor.flatten()[::stride]
 
 
 def _is_narrow(tensor: Tensor) -> bool:
@@ -134,6 +145,7 @@ class BackwardPasses:
         self._arrived: dict[int, Tensor] = {}
         self._q: Tensor | None = None
         self._n: Tensor | None = None
+        self._samples: list[tuple[_Slot, Tensor]] = []
         self.watch(params)
         weakref.finalize(self, _remove_all, self._handles)
 
@@ -170,26 +182,36 @@ class BackwardPasses:
         self._close()
         slots = [self._slots[self._index[p]] for p in params]
         rows = [self._index[p] for p in params]
-        everything = rows == list(range(len(self._slots)))
         n, q = self._totals(device, dtype)
-        n_seen, q = (n, q) if everything else (n[rows], q[rows])
+        if rows != list(range(len(self._slots))):
+            n, q = n[rows], q[rows]
         touched = [i for i, slot in enumerate(slots) if not slot.untouched()]
-        n_now, scale = n_seen, None
+        factors: list[Tensor | None] = [None] * len(slots)
+        silent = self._silent_rescaling(device, dtype)
+        if silent is not None:
+            n, q, factors = n * silent, q * silent, [silent] * len(slots)
         if touched:
-            grads = [_gradient(slots[i].param) for i in touched]
-            n_now = n_seen.clone()
-            n_now[touched] = squared_norms(grads, device, dtype)
-            scale = _ratio(n_now, n_seen)
-            q = q * scale
-        squares: list[Tensor] = []
-        gradients: list[list[Tensor]] = []
-        for i, slot in enumerate(slots):
-            factor = None if scale is None or i not in touched else scale[i]
+            before, n = n, n.clone()
+            n[touched] = squared_norms([_gradient(slots[i].param) for i in touched], device, dtype)
+            written = _ratio(n, before)
+            q = q * written
+            for i in touched:
+                factors[i] = written[i] if silent is None else written[i] * silent
+        squares, gradients = [], []
+        for slot, factor in zip(slots, factors, strict=True):
             if self._keep == "squares":
                 squares.append(slot.settled_squares(factor))
             gradients.append(slot.gradients if factor is None else [g * factor.sqrt() for g in slot.gradients])
-        count = max((slot.count for slot in slots), default=0)
-        return Contributions(count, n_now, q, squares, gradients)
+        return Contributions(max((slot.count for slot in slots), default=0), n, q, squares, gradients)
+
+    def _silent_rescaling(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """The factor by which squares of gradients changed although no version says so; None if they did not."""
+        sampled = [(slot, before) for slot, before in self._samples if slot.untouched()]
+        if not sampled:
+            return None
+        now = squared_norms([_entries(_gradient(slot.param)) for slot, _ in sampled], device, dtype).sum()
+        factor = _ratio(now, torch.stack([before for _, before in sampled]).sum())
+        return None if factor.device.type == "cpu" and factor.tolist() == 1.0 else factor
 
     def _totals(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The vectors (n, q), one row per slot."""
@@ -281,6 +303,9 @@ class BackwardPasses:
         _set_rows(n, dense, squared_norms([_gradient(self._slots[i].param) for i in dense], device, dtype))
         for i in stale:
             self._slots[i].see()
+        largest = sorted(dense, key=lambda i: self._slots[i].param.numel())[-SAMPLED:]
+        entries = squared_norms([_entries(_gradient(self._slots[i].param)) for i in largest], device, dtype)
+        self._samples = [(self._slots[i], before) for i, before in zip(largest, entries.unbind(), strict=True)]
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:

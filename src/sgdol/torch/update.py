@@ -136,7 +136,7 @@ def _learn(
     learner: Learner, state: Any, u: Tensor, n: Tensor, before: Tensor, after: Tensor, ok: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The multipliers and <s, u>; the state is written to."""
-    multiplier = learner.predict(state, before)
+    multiplier = learner.predict(state, before).clone()  # it may be the state itself
     for field, new in zip(state, learner.observe(state, multiplier, u, n, after), strict=True):
         field.copy_(new if ok is None else torch.where(ok, new, field))
     return multiplier, inner(multiplier, u)

@@ -1,0 +1,871 @@
+"""The optimizer as its users meet it: arguments, loops, precision, saving and loading, misuse."""
+
+import copy
+import gc
+import io
+import math
+import pickle
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sgdol import SGDOL, reference, theory
+from sgdol.learners import FTRL, OnlineGradientDescent, OptimisticFTRL
+
+GRANULARITIES = ["global", "group", "tensor", "coordinate"]
+ESTIMATORS = ["symmetric", "paper"]
+
+
+def network(dtype=torch.float64, seed=0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).to(dtype)
+
+
+class Batches:
+    """Fresh random batches, the same for everybody who asks with the same seed."""
+
+    def __init__(self, dtype=torch.float64, seed=1):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.dtype = dtype
+
+    def __next__(self) -> torch.Tensor:
+        return torch.randn(8, 4, generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+
+def objective(net, x: torch.Tensor) -> torch.Tensor:
+    return (net(x) - x[:, :2].sin()).square().mean()
+
+
+def train(net, opt, batches, updates: int, k: int = 2) -> list[torch.Tensor]:
+    for _ in range(updates):
+        for _ in range(k):
+            (objective(net, next(batches)) / k).backward()
+        opt.step()
+        opt.zero_grad()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def alternate(net, opt, batches, steps: int) -> list[torch.Tensor]:
+    for _ in range(steps):
+        opt.zero_grad()
+        objective(net, next(batches)).backward()
+        opt.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def scalar(value=1.0, dtype=torch.float64) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor([value], dtype=dtype))
+
+
+def feed(opt, p, *gradients) -> None:
+    for g in gradients:
+        p.grad = torch.as_tensor(g, dtype=p.dtype).reshape(p.shape)
+        opt.step()
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({}, ValueError, "lr or smoothness is needed: got neither"),
+        ({"lr": 0.1, "smoothness": 10.0}, ValueError, "lr or smoothness, not both.*0.1.*10.0"),
+        ({"lr": 0.0}, ValueError, "lr must be positive and finite, got 0.0"),
+        ({"lr": -0.5}, ValueError, "lr must be positive and finite, got -0.5"),
+        ({"lr": math.nan}, ValueError, "lr must be positive and finite, got nan"),
+        ({"lr": math.inf}, ValueError, "lr must be positive and finite, got inf"),
+        ({"lr": torch.tensor([0.1, 0.2])}, ValueError, "Tensor lr must be 1-element.*2,"),
+        ({"smoothness": 0.0}, ValueError, "smoothness must be positive and finite, got 0.0"),
+        ({"smoothness": math.inf}, ValueError, "smoothness must be positive and finite, got inf"),
+        ({"lr": 0.1, "alpha": 0.0}, ValueError, "alpha must be None, or positive and finite, got 0.0"),
+        ({"lr": 0.1, "alpha": math.nan}, ValueError, "alpha must be None, or positive and finite, got nan"),
+        ({"lr": 0.1, "granularity": "layer"}, ValueError, "granularity must be one of 'global', .*, got 'layer'"),
+        ({"lr": 0.1, "estimator": "half"}, ValueError, "estimator must be one of 'symmetric', 'paper', got 'half'"),
+        ({"lr": 0.1, "momentum": 1.0}, ValueError, "momentum must be at least 0 and less than 1, got 1.0"),
+        ({"lr": 0.1, "weight_decay": -1.0}, ValueError, "weight_decay must be at least 0 and finite, got -1.0"),
+        ({"lr": 0.1, "learner": object()}, TypeError, "learner must be an object with initial, predict and observe"),
+    ],
+)
+def test_bad_arguments_are_named_with_their_value_and_what_is_allowed(options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        SGDOL([scalar()], **options)
+
+
+def test_no_parameters_are_refused():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        SGDOL([], lr=0.1)
+
+
+def test_a_single_tensor_is_refused():
+    with pytest.raises(TypeError, match="iterable"):
+        SGDOL(scalar(), lr=0.1)
+
+
+def test_smoothness_is_the_reciprocal_of_lr():
+    assert SGDOL([scalar()], smoothness=4.0).param_groups[0]["lr"] == 0.25
+
+
+def test_every_group_may_bring_its_own_rate():
+    a, b = scalar(), scalar()
+    opt = SGDOL([{"params": [a], "lr": 0.1}, {"params": [b], "smoothness": 4.0}])
+    assert [group["lr"] for group in opt.param_groups] == [0.1, 0.25]
+
+
+def test_a_group_with_another_estimator_is_refused():
+    opt = SGDOL([scalar()], lr=0.1)
+    with pytest.raises(ValueError, match=r"estimator is the same for all parameter groups.*'symmetric'.*'paper'"):
+        opt.add_param_group({"params": [scalar()], "estimator": "paper"})
+
+
+# What an update does --------------------------------------------------------------------------------------------------
+
+
+def test_groups_share_the_multiplier_and_keep_their_rates():
+    a, b = scalar(0.0), scalar(0.0)
+    opt = SGDOL([{"params": [a], "lr": 0.1}, {"params": [b], "lr": 0.4}], alpha=1.0)
+    for g1, g2 in [(1.0, 0.5), (2.0, -1.0)]:
+        for g in (g1, g2):
+            a.grad, b.grad = torch.full_like(a, g), torch.full_like(b, g)
+            opt.step()
+    assert float(b / a) == pytest.approx(4.0)
+    first, second = (float(group["step_size"]) for group in opt.param_groups)
+    assert second == pytest.approx(4 * first)
+    assert 0 < first < 0.1
+
+
+def test_weight_decay_is_decoupled_and_scaled_by_the_learned_step_size():
+    x = scalar(2.0)
+    opt = SGDOL([x], lr=0.5, alpha=1.0, weight_decay=0.1)
+    feed(opt, x, 1.0, 0.0)
+    after_one = 2.0 - 0.5 * (0.5 + 0.1 * 2.0)
+    assert float(x) == pytest.approx(after_one)
+    s = 1.0 / 1.25  # (alpha + <g, g'>) / (alpha + mean^2)
+    feed(opt, x, 1.0, 1.0)
+    assert float(x) == pytest.approx(after_one - 0.5 * s * (1.0 + 0.1 * after_one))
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_maximize_is_minimising_the_negative(granularity):
+    one, other = network(), network()
+    up = SGDOL(one.parameters(), lr=0.1, maximize=True, weight_decay=0.1, granularity=granularity)
+    down = SGDOL(other.parameters(), lr=0.1, weight_decay=0.1, granularity=granularity)
+    a, b = Batches(), Batches()
+    for _ in range(4):
+        for _ in range(2):
+            (-objective(one, next(a)) / 2).backward()
+            (objective(other, next(b)) / 2).backward()
+        for opt in (up, down):
+            opt.step()
+            opt.zero_grad()
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("k", [1, 2])
+def test_momentum_follows_its_definition(granularity, estimator, k):
+    """m_t = beta m_{t-1} + (1 - beta) g, d = m_t / (1 - beta^t), u without the same-sample product, in plain numpy."""
+    beta, lr, alpha, d = 0.8, 0.25, 0.7, 3
+    rng = np.random.default_rng(3)
+    gradients = rng.normal(size=(12, 2, d)) + 1
+    blocks = {"global": [[0, 1, 2]], "group": [[0, 1], [2]], "tensor": [[0, 1], [2]], "coordinate": [[0], [1], [2]]}
+    x, m = np.zeros(d), np.zeros(d)
+    history = {tuple(b): ([], []) for b in blocks[granularity]}
+    for t, (g1, g2) in enumerate(gradients, start=1):
+        g = g1 if estimator == "paper" else (g1 + g2) / 2
+        correction = 1 - beta**t
+        u_each = (beta * m * g + (1 - beta) * g1 * g2) / correction
+        m = beta * m + (1 - beta) * g
+        for b, (us, ns) in history.items():
+            rows = list(b)
+            x[rows] -= reference.step_size(us, ns, smoothness=1 / lr, alpha=alpha) * m[rows] / correction
+            us.append(u_each[rows].sum())
+            ns.append(((m[rows] / correction) ** 2).sum())
+    a, b = torch.nn.Parameter(torch.zeros(2).double()), torch.nn.Parameter(torch.zeros(1).double())
+    opt = SGDOL(
+        [{"params": [a]}, {"params": [b]}],
+        lr=lr,
+        alpha=alpha,
+        momentum=beta,
+        estimator=estimator,
+        granularity=granularity,
+    )
+    for pair in torch.tensor(gradients):
+        for g in pair:
+            ((a * g[:2]).sum() / k + (b * g[2:]).sum() / k).backward()
+            if k == 1:
+                opt.step()
+                opt.zero_grad()
+        if k == 2:
+            opt.step()
+            opt.zero_grad()
+    np.testing.assert_allclose(torch.cat([a, b]).detach().numpy(), x, rtol=1e-12)
+
+
+def test_groups_may_differ_in_momentum():
+    a, b, c = scalar(0.0), scalar(0.0), scalar(0.0)
+    both = SGDOL([{"params": [a], "momentum": 0.9}, {"params": [b]}], lr=0.1, granularity="group", alpha=1.0)
+    alone = SGDOL([c], lr=0.1, momentum=0.9, alpha=1.0)
+    for g in (1.0, 0.5, -1.0, 2.0, 0.1, 0.4):
+        a.grad, b.grad, c.grad = (torch.full_like(p, g) for p in (a, b, c))
+        both.step()
+        alone.step()
+    assert float(a) == float(c)
+    assert float(a) != float(b)
+
+
+@pytest.mark.parametrize("learner", [OptimisticFTRL(), OnlineGradientDescent(), FTRL(strength=10.0, center=0.5)])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_any_learner_chooses_the_multiplier(learner, granularity):
+    gradients = np.random.default_rng(0).normal(size=(10, 2, 3)) + 0.5
+    x, state = np.zeros(3), learner.initial(np.zeros(3) if granularity == "coordinate" else 0.0)
+    for g1, g2 in gradients:
+        d, u = (g1 + g2) / 2, g1 * g2
+        n = d * d
+        if granularity != "coordinate":
+            u, n = u.sum(), n.sum()
+        s = learner.predict(state, 2.0)
+        x -= 0.1 * s * d
+        state = learner.observe(state, s, u, n, 2.0)
+    p = torch.nn.Parameter(torch.zeros(3).double())
+    opt = SGDOL([p], lr=0.1, alpha=2.0, learner=learner, granularity=granularity)
+    feed(opt, p, *gradients.reshape(-1, 3))
+    np.testing.assert_allclose(p.detach().numpy(), x, rtol=1e-12)
+
+
+def test_alpha_none_is_the_first_squared_direction_that_is_not_zero():
+    x = scalar(0.0)
+    opt = SGDOL([x], lr=1.0)
+    feed(opt, x, 0.0, 0.0)
+    assert float(x) == 0
+    feed(opt, x, 3.0, 1.0)  # d = 2, so alpha = 4, u = 3, n = 4
+    assert float(x) == -2.0
+    feed(opt, x, 1.0, 1.0)
+    assert float(opt.param_groups[0]["step_size"]) == pytest.approx((4 + 3) / (4 + 4))
+
+
+def test_a_group_that_joins_later_gets_the_share_of_alpha_that_its_size_had():
+    a, b = torch.nn.Parameter(torch.zeros(4).double()), torch.nn.Parameter(torch.zeros(2).double())
+    opt = SGDOL([a], lr=1.0, granularity="group")
+    feed(opt, a, [1.0, 1.0, 1.0, 1.0], [3.0, 3.0, 3.0, 3.0])  # d = 2 everywhere: alpha = 16, 4 per coordinate
+    opt.add_param_group({"params": [b]})
+    for g in (2.0, -1.0):
+        a.grad, b.grad = torch.full_like(a, g), torch.full_like(b, g)
+        opt.step()
+    assert float(opt.param_groups[1]["alpha_learned"]) == pytest.approx(8.0)
+
+
+# Where gradients come from --------------------------------------------------------------------------------------------
+
+
+def test_one_backward_per_step_holds_the_first_and_updates_at_the_second():
+    net = network()
+    opt, batches = SGDOL(net.parameters(), lr=0.1), Batches()
+    before = [p.detach().clone() for p in net.parameters()]
+    after = alternate(net, opt, batches, 1)
+    assert opt.pending
+    assert all(torch.equal(p, q) for p, q in zip(before, after, strict=True))
+    after = alternate(net, opt, batches, 1)
+    assert not opt.pending
+    assert not any(torch.equal(p, q) for p, q in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_closure_is_called_until_there_are_two_gradients(zero):
+    one, other = network(), network()
+    a, b = SGDOL(one.parameters(), lr=0.1), SGDOL(other.parameters(), lr=0.1)
+    batches, calls = Batches(), []
+
+    def closure():
+        if zero:
+            a.zero_grad()
+        value = objective(one, next(batches))
+        value.backward()
+        calls.append(value.item())
+        return value
+
+    for t in range(3):
+        returned = a.step(closure)
+        a.zero_grad()
+        assert len(calls) == 2 * (t + 1)
+        assert returned.item() == calls[-2]
+    expected = alternate(other, b, Batches(), 6)
+    for p, q in zip(one.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.detach(), q, rtol=1e-12, atol=1e-12)
+
+
+def test_a_closure_with_two_backward_passes_is_called_once():
+    net = network()
+    opt, batches, calls = SGDOL(net.parameters(), lr=0.1), Batches(), []
+
+    def closure():
+        calls.append(None)
+        opt.zero_grad()
+        for _ in range(2):
+            (objective(net, next(batches)) / 2).backward()
+
+    opt.step(closure)
+    assert len(calls) == 1
+    assert opt.diagnostics()["updates"] == 1
+
+
+def test_a_closure_completes_a_pair_that_is_pending():
+    net = network()
+    opt, batches, calls = SGDOL(net.parameters(), lr=0.1), Batches(), []
+    alternate(net, opt, batches, 1)
+
+    def closure():
+        calls.append(None)
+        opt.zero_grad()
+        objective(net, next(batches)).backward()
+
+    opt.step(closure)
+    assert len(calls) == 1
+    assert not opt.pending
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("disturb", ["clip", "rescale out of place", "clip each tensor"])
+def test_rescaling_gradients_before_step_rescales_the_statistics(granularity, estimator, disturb):
+    """Clipping multiplies all contributions by the same factor: the same as gradients of that scale to begin with."""
+    factors = 0.1 + 0.8 * torch.rand(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if disturb != "clip each tensor":
+        factors = factors[:, :1].expand(5, 4)
+    one, other = network(), network()
+    options = {"lr": 0.1, "granularity": granularity, "estimator": estimator}
+    a, b = SGDOL(one.parameters(), **options), SGDOL(other.parameters(), **options)
+    batches = Batches()
+    for row in factors:
+        parameters = list(zip(one.parameters(), other.parameters(), row, strict=True))
+        unwatched = copy.deepcopy(other)
+        for _ in range(3):
+            x = next(batches)
+            (objective(one, x) / 3).backward()
+            grads = torch.autograd.grad(objective(unwatched, x) / 3, list(unwatched.parameters()))
+            sum((q * g.detach() * f).sum() for (_, q, f), g in zip(parameters, grads, strict=True)).backward()
+        for p, _, f in parameters:
+            if disturb == "rescale out of place":
+                p.grad = p.grad * f
+            elif disturb == "clip each tensor":
+                torch.nn.utils.clip_grad_norm_([p], float(p.grad.norm() * f) * 1.0)
+        if disturb == "clip":
+            norm = torch.nn.utils.get_total_norm([p.grad for p in one.parameters()])
+            torch.nn.utils.clip_grads_with_norm_(one.parameters(), float(norm * row[0]), norm)
+        for opt in (a, b):
+            opt.step()
+            opt.zero_grad()
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)  # clipping adds 1e-6 to the norm
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("k", [1, 2])
+def test_grad_scaler_changes_nothing(granularity, unscale, k):
+    plain, scaled = network(torch.float32), network(torch.float32)
+    a = SGDOL(plain.parameters(), lr=0.1, granularity=granularity)
+    b = SGDOL(scaled.parameters(), lr=0.1, granularity=granularity)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    batches = Batches(torch.float32)
+    for step in range(8):
+        inputs = [next(batches) for _ in range(k)]
+        for x in inputs:
+            (objective(plain, x) / k).backward()
+            scaler.scale(objective(scaled, x) / k).backward()
+        if step == 4:  # an overflow: the scaler skips the step and lowers its scale
+            next(iter(scaled.parameters())).grad[0, 0] = torch.inf
+        else:
+            a.step()
+        if unscale:
+            scaler.unscale_(b)
+        scaler.step(b)
+        scaler.update()
+        a.zero_grad()
+        scaled.zero_grad()  # the module's, which the optimizer does not see
+    assert scaler.get_scale() != 1024.0
+    for p, q in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_gradients_that_are_thrown_away_do_not_count(set_to_none, granularity, estimator):
+    one, other = network(), network()
+    options = {"lr": 0.1, "granularity": granularity, "estimator": estimator}
+    a, b = SGDOL(one.parameters(), **options), SGDOL(other.parameters(), **options)
+    first, second = Batches(), Batches()
+    for _ in range(3):
+        objective(one, next(Batches(seed=99))).backward()
+        one.zero_grad(set_to_none=set_to_none)
+        train(one, a, first, 1)
+        train(other, b, second, 1)
+    assert a.diagnostics()["gradients"] == 2
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("granularity", ["global", "coordinate"])
+def test_autograd_grad_does_not_count_as_a_backward_pass(granularity):
+    net = network()
+    opt, batches = SGDOL(net.parameters(), lr=0.1, granularity=granularity), Batches()
+    objective(net, next(batches)).backward()
+    torch.autograd.grad(objective(net, next(batches)), list(net.parameters()))
+    opt.step()
+    assert opt.pending
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_is_one_backward_pass(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    net = network()
+    opt, batches = SGDOL(net.parameters(), lr=0.1), Batches()
+    x = next(batches).requires_grad_()
+    hidden = checkpoint(net[0], x, use_reentrant=reentrant)
+    checkpoint(net[2], net[1](hidden), use_reentrant=reentrant).square().mean().backward()
+    opt.step()
+    assert opt.pending
+
+
+def test_a_backward_that_fails_half_way_does_not_count():
+    net = network()
+    opt, batches = SGDOL(net.parameters(), lr=0.1), Batches()
+
+    def fail(gradient):
+        raise RuntimeError("half-way")
+
+    y = net[1](net[0](next(batches)))
+    y.register_hook(fail)
+    with pytest.raises(RuntimeError, match="half-way"):
+        net[2](y).square().mean().backward()
+    opt.zero_grad()
+    train(net, opt, batches, 1)
+    assert opt.diagnostics()["gradients"] == 2
+
+
+def test_parameters_without_a_gradient_stay_where_they_are():
+    used, unused = scalar(), scalar()
+    opt = SGDOL([used, unused], lr=0.1, weight_decay=0.1)
+    feed(opt, used, 1.0, 2.0)
+    assert float(unused) == 1.0
+    assert float(used) != 1.0
+
+
+def test_step_without_any_gradient_does_nothing():
+    x = scalar()
+    opt = SGDOL([x], lr=0.1)
+    opt.step()
+    assert float(x) == 1.0
+    assert not opt.pending
+
+
+def test_a_parameter_unfrozen_later_takes_part():
+    net = network()
+    net[0].requires_grad_(False)
+    opt, batches = SGDOL(net.parameters(), lr=0.1), Batches()
+    train(net, opt, batches, 2)
+    frozen = net[0].weight.detach().clone()
+    net[0].requires_grad_(True)
+    train(net, opt, batches, 2)  # hooked at the first of these steps
+    assert not torch.equal(frozen, net[0].weight)
+
+
+def test_sparse_gradients_are_refused_with_what_to_do():
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    opt = SGDOL(table.parameters(), lr=0.1)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"sparse gradients: parameter 0 of shape \(5, 2\).*sparse=False"):
+        opt.step()
+
+
+def test_a_pair_whose_shapes_differ_is_refused():
+    x = torch.nn.Parameter(torch.zeros(3))
+    opt = SGDOL([x], lr=0.1)
+    feed(opt, x, [1.0, 2.0, 3.0])
+    x.data = torch.zeros(2)
+    x.grad = torch.ones(2)
+    with pytest.raises(ValueError, match=r"parameter 0 is \(2,\), the first gradient \(3,\), the second \(2,\)"):
+        opt.step()
+    assert opt.pending
+
+
+# Noise, bad and absent ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("member", [0, 1])
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_gradient_that_is_not_finite_skips_the_update(monkeypatch, bad, member, k, granularity, estimator, on_device):
+    if on_device:  # decide with torch.where, as on an accelerator
+        monkeypatch.setattr("sgdol.torch.optimizer._readable", lambda scalar: False)
+    one, other = network(), network()
+    options = {"lr": 0.1, "granularity": granularity, "estimator": estimator, "momentum": 0.5, "weight_decay": 0.01}
+    a, b = SGDOL(one.parameters(), **options), SGDOL(other.parameters(), **options)
+    first, second = Batches(), Batches()
+    if k == 2:
+        train(one, a, first, 3), train(other, b, second, 3)
+    else:
+        alternate(one, a, first, 6), alternate(other, b, second, 6)
+        a.zero_grad(), b.zero_grad()
+    for i in range(2):
+        (objective(one, next(Batches(seed=99 + i))) * (bad if i == member else 1.0)).backward()
+        if k == 1:
+            a.step()
+            a.zero_grad()
+    if k == 2:
+        a.step()
+        a.zero_grad()
+    assert not a.pending
+    assert a.diagnostics()["skipped"] == 1
+    assert a.diagnostics()["updates"] == 3
+    train(one, a, first, 2), train(other, b, second, 2)
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [1, 2])
+def test_deciding_on_the_device_gives_the_same_numbers(monkeypatch, granularity, foreach, dtype, k):
+    results = []
+    for on_device in (False, True):
+        net = network(dtype)
+        options = {"lr": 0.1, "granularity": granularity, "foreach": foreach, "weight_decay": 0.1, "momentum": 0.5}
+        opt = SGDOL(net.parameters(), **options)
+        if on_device:
+            monkeypatch.setattr("sgdol.torch.optimizer._readable", lambda scalar: False)
+        run = train if k == 2 else alternate
+        results.append(run(net, opt, Batches(dtype), 6))
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(results[0], results[1], rtol=8 * eps, atol=8 * eps)
+
+
+def test_the_same_batch_twice_warns_once_and_points_at_the_loop():
+    net = network()
+    opt, x = SGDOL(net.parameters(), lr=0.1), next(Batches())
+    torch.optim.lr_scheduler.StepLR(opt, step_size=1)  # schedulers wrap step(), which must not hide the caller
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for _ in range(2):
+                objective(net, x).backward()
+            opt.step()
+            opt.zero_grad()
+    assert len(caught) == 1
+    assert "the same gradient twice" in str(caught[0].message)
+    assert "fresh batch" in str(caught[0].message)
+    assert caught[0].filename == __file__
+
+
+def test_independent_batches_do_not_warn():
+    net = network(torch.float32)
+    opt = SGDOL(net.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(net, opt, Batches(torch.float32), 5)
+        alternate(net, opt, Batches(torch.float32), 5)
+
+
+# Types ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", ["global", "coordinate"])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_complex_parameters_are_pairs_of_real_ones(granularity, foreach):
+    generator = torch.Generator().manual_seed(0)
+    z = torch.nn.Parameter(torch.randn(3, 2, dtype=torch.complex128, generator=generator))
+    x = torch.nn.Parameter(torch.view_as_real(z.detach()).clone())
+    options = {"lr": 0.1, "granularity": granularity, "foreach": foreach, "momentum": 0.5, "weight_decay": 0.1}
+    a, b = SGDOL([z], **options), SGDOL([x], **options)
+    for step in range(6):
+        for _ in range(1 + step % 2):
+            w = torch.randn(3, 2, dtype=torch.complex128, generator=generator)
+            (z * w.conj()).real.sum().backward()
+            (x * torch.view_as_real(w)).sum().backward()
+        a.step(), b.step()
+        a.zero_grad(), b.zero_grad()
+    torch.testing.assert_close(torch.view_as_real(z.detach()), x.detach(), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("k", [1, 2])
+def test_half_precision_follows_full_precision(dtype, foreach, granularity, k):
+    """Sums are kept in float32 or wider; what remains is the rounding of parameters and gradients themselves."""
+    nets = network(torch.float32), network(dtype)
+    results = []
+    for net, kind in zip(nets, (torch.float32, dtype), strict=True):
+        opt = SGDOL(net.parameters(), lr=0.1, foreach=foreach, granularity=granularity)
+        run = train if k == 2 else alternate
+        results.append(run(net, opt, Batches(kind), 10))
+        for state in [*opt.state.values(), *opt.param_groups]:
+            for key, value in state.items():
+                if key.startswith("learner.") and isinstance(value, torch.Tensor):
+                    assert value.dtype in (torch.float32, torch.float64)
+    torch.testing.assert_close([p.float() for p in results[1]], results[0], rtol=0.05, atol=5 * torch.finfo(dtype).eps)
+
+
+def test_mixed_types_zero_dimensional_and_empty_tensors_in_one_optimizer():
+    params = [
+        torch.nn.Parameter(torch.ones((), dtype=torch.float64)),
+        torch.nn.Parameter(torch.ones(0, 3)),
+        torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)),
+        torch.nn.Parameter(torch.ones(2, dtype=torch.complex64)),
+    ]
+    for granularity in GRANULARITIES:
+        for foreach in (False, True):
+            opt = SGDOL(params, lr=0.01, granularity=granularity, foreach=foreach)
+            generator = torch.Generator().manual_seed(0)
+            for _ in range(4):
+                for p in params:
+                    p.grad = torch.randn(p.shape, dtype=p.dtype, generator=generator)
+                opt.step()
+            assert opt.diagnostics()["updates"] == 2
+    assert all(torch.isfinite(torch.view_as_real(p) if p.is_complex() else p).all() for p in params)
+
+
+# Ecosystem ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_schedulers_move_lr(tensor_lr):
+    x = scalar(0.0)
+    opt = SGDOL([x], lr=torch.tensor(0.5) if tensor_lr else 0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.5)
+    seen = []
+    for _ in range(3):
+        feed(opt, x, 1.0, 1.0)
+        seen.append(float(opt.param_groups[0]["step_size"]))
+        scheduler.step()
+    assert seen == pytest.approx([0.5, 0.25, 0.125])
+
+
+def test_one_cycle_moves_lr_and_momentum():
+    net = network()
+    opt = SGDOL(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.2, total_steps=10)
+    batches, before = Batches(), objective(net, next(Batches(seed=5))).item()
+    for _ in range(9):
+        train(net, opt, batches, 1)
+        scheduler.step()
+    assert opt.param_groups[0]["momentum"] > 0.9
+    assert objective(net, next(Batches(seed=5))).item() < before
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails on every operation that brings a number from the device to the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_step_does_not_wait_for_a_device(monkeypatch, granularity, estimator, k, on_device):
+    if on_device:
+        monkeypatch.setattr("sgdol.torch.optimizer._readable", lambda scalar: False)
+    net = network()
+    opt = SGDOL(net.parameters(), lr=0.1, granularity=granularity, estimator=estimator, momentum=0.5)
+    batches = Batches()
+    for _ in range(4):
+        for _ in range(k):
+            objective(net, next(batches)).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        with NoHostReads():
+            opt.step()
+        opt.zero_grad()
+
+
+def test_nothing_is_printed_or_written(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    net = network()
+    train(net, SGDOL(net.parameters(), lr=0.1), Batches(), 3)
+    out = capfd.readouterr()
+    assert out.out == ""
+    assert out.err == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_compiled_steps_equal_plain_ones_and_never_recompile(k):
+    torch._dynamo.reset()
+    one, other = network(), network()
+    a, b = SGDOL(one.parameters(), lr=0.1), SGDOL(other.parameters(), lr=0.1)
+    compiled = torch.compile(b.step, backend="eager")
+    first, second = Batches(), Batches()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(6):
+            for net, batches in ((one, first), (other, second)):
+                for _ in range(k):
+                    (objective(net, next(batches)) / k).backward()
+            for group in [*a.param_groups, *b.param_groups]:
+                group["lr"] = 0.1 / (step + 1)
+            a.step(), compiled()
+            a.zero_grad(), b.zero_grad()
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_compiled_model_is_seen_as_the_plain_one_is():
+    torch._dynamo.reset()
+    one, other = network(), network()
+    a, b = SGDOL(one.parameters(), lr=0.1), SGDOL(other.parameters(), lr=0.1)
+    expected = train(one, a, Batches(), 3)
+    found = train(torch.compile(other, backend="aot_eager"), b, Batches(), 3)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert b.diagnostics()["gradients"] == 2
+
+
+# Saving and loading ---------------------------------------------------------------------------------------------------
+
+
+def through_a_file(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("steps", [4, 5])
+@pytest.mark.parametrize("way", ["state_dict", "pickle", "deepcopy"])
+def test_resuming_is_exact_also_in_the_middle_of_a_pair(granularity, estimator, dtype, steps, way):
+    net = network(dtype)
+    options = {"lr": 0.1, "granularity": granularity, "estimator": estimator, "momentum": 0.9}
+    opt, batches = SGDOL(net.parameters(), **options), Batches(dtype)
+    alternate(net, opt, batches, steps)
+    if way == "state_dict":
+        twin = copy.deepcopy(net)
+        resumed = SGDOL(twin.parameters(), **options)
+        resumed.load_state_dict(through_a_file(opt.state_dict()))
+    else:
+        twin, resumed = pickle.loads(pickle.dumps((net, opt))) if way == "pickle" else copy.deepcopy((net, opt))
+    assert resumed.pending == opt.pending
+    more = copy.deepcopy(batches.generator.get_state())
+    expected = alternate(net, opt, batches, 5)
+    expected += train(net, opt, batches, 2)
+    batches.generator.set_state(more)
+    found = alternate(twin, resumed, batches, 5)
+    found += train(twin, resumed, batches, 2)
+    assert all(torch.equal(p, q) for p, q in zip(expected, found, strict=True))
+    assert resumed.diagnostics() == opt.diagnostics()
+
+
+def test_a_loaded_state_shares_no_memory_with_what_was_loaded():
+    net = network()
+    opt = SGDOL(net.parameters(), lr=0.1, granularity="coordinate", momentum=0.9)
+    train(net, opt, Batches(), 2)
+    saved = opt.state_dict()
+    kept = pickle.dumps(saved)
+    twin = copy.deepcopy(net)
+    resumed = SGDOL(twin.parameters(), lr=0.1, granularity="coordinate", momentum=0.9)
+    resumed.load_state_dict(saved)
+    train(twin, resumed, Batches(), 2)
+    assert pickle.dumps(saved) == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "here"),
+    [
+        ("granularity", "tensor", "global"),
+        ("estimator", "paper", "symmetric"),
+        ("learner", OptimisticFTRL(), None),
+        ("alpha", 10.0, None),
+    ],
+)
+def test_the_state_of_another_configuration_is_refused(name, saved, here):
+    one, other = network(), network()
+    state = SGDOL(one.parameters(), lr=0.1, **{name: saved}).state_dict()
+    opt = SGDOL(other.parameters(), lr=0.1, **{name: here})
+    with pytest.raises(ValueError, match=f"state_dict was saved with {name}=.*construct it with the same {name}"):
+        opt.load_state_dict(state)
+
+
+def test_add_param_group_in_the_middle_of_a_pair():
+    a, b = scalar(), scalar()
+    opt = SGDOL([a], lr=0.1)
+    feed(opt, a, 1.0)
+    opt.add_param_group({"params": [b], "lr": 0.2})
+    a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
+    opt.step()
+    assert not opt.pending
+    assert float(b) == pytest.approx(1 - 0.2 * 0.5)  # it had no first gradient, which counts as zero
+
+
+# Memory and diagnostics -----------------------------------------------------------------------------------------------
+
+
+def test_microbatches_keep_nothing_that_grows_with_the_model():
+    net = network()
+    opt = SGDOL(net.parameters(), lr=0.1)
+    train(net, opt, Batches(), 3)
+    assert not any(opt.state.values())
+    kept = [v for group in opt.param_groups for v in group.values() if isinstance(v, torch.Tensor)]
+    assert max(v.numel() for v in kept) < 10
+    watched = vars(opt._passes).values()
+    assert max((v.numel() for v in watched if isinstance(v, torch.Tensor)), default=0) <= 4
+
+
+def test_the_optimizer_dies_with_its_last_reference_and_takes_its_hooks_along():
+    net = network()
+    opt = SGDOL(net.parameters(), lr=0.1)
+    train(net, opt, Batches(), 1)
+    parameter, gone = next(iter(net.parameters())), weakref.ref(opt)
+    assert parameter._backward_hooks
+    del opt
+    gc.collect()
+    assert gone() is None
+    assert not parameter._backward_hooks
+
+
+def test_diagnostics_are_those_of_the_run():
+    gradients = np.random.default_rng(0).normal(size=(30, 2, 3)) + 0.3
+    run = reference.replay(gradients, np.zeros(3), smoothness=4.0, alpha=1.0, estimator="symmetric")
+    p = torch.nn.Parameter(torch.zeros(3).double())
+    opt = SGDOL([p], smoothness=4.0, alpha=1.0)
+    feed(opt, p, *gradients.reshape(-1, 3))
+    found = opt.diagnostics()
+    u, n = run.u[:, 0], run.n[:, 0]
+    assert found["updates"] == 30
+    assert found["step_size"] == [pytest.approx(run.step_sizes[-1])]
+    assert found["regret"] == pytest.approx(theory.regret(run.step_sizes, u, n, 4.0))
+    assert found["cumulative_surrogate"] == pytest.approx(theory.regret(run.step_sizes, u, n, 4.0, against=0.0))
+    weights = 0.99 ** np.arange(30)[::-1]
+    signal, length = (weights * u).sum(), (weights * n).sum()
+    assert found["signal_to_noise"] == pytest.approx(signal / (length - signal))
+    assert found["noise_scale"] == pytest.approx(2 * (length - signal) / signal)
+
+
+def test_the_step_size_falls_as_gradients_get_noisy():
+    """Gradients of ||x||^2/2 with noise of variance v: near the minimum nearly all of ||d||^2 is noise."""
+    torch.manual_seed(0)
+    x = torch.nn.Parameter(torch.full((50,), 3.0))
+    opt = SGDOL([x], lr=1.0)
+    seen = []
+    for _ in range(300):
+        for _ in range(2):
+            ((x * x).sum() / 2 + (torch.randn(50) * x).sum()).div(2).backward()
+        opt.step()
+        opt.zero_grad()
+        seen.append(float(opt.param_groups[0]["step_size"]))
+    assert seen[0] == 1.0
+    assert seen[-1] < 0.4
+    assert x.detach().square().mean() < 0.2  # plain SGD at lr = 1 hovers at half the noise's variance, 0.5
