@@ -1,0 +1,246 @@
+"""What SGDOL costs over torch.optim.SGD: time of step(), of a whole training step, and memory.
+
+All contenders run interleaved in one process on one thread, so that a slow moment of the machine hits them alike. Each
+round times every contender once; a row's ratio is the median over rounds of the contender's time over the baseline's in
+the same round, with the quartiles as its spread.
+
+    python -m benchmarks.cost [--rounds 15] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+import sgdol
+from sgdol import SGDOL
+
+OUT = Path(__file__).parent / "results" / "cost.md"
+TENSORS, SIZE = 60, 333_334
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15, help="how often each contender is timed")
+    parser.add_argument("--quick", action="store_true", help="three rounds, nothing is written")
+    arguments = parser.parse_args()
+    rounds = 3 if arguments.quick else arguments.rounds
+    torch.set_num_threads(1)
+    lines = [
+        "# Cost of SGDOL over SGD",
+        "",
+        f"Made by `make bench`: {rounds} interleaved rounds on one thread, median and quartiles of the ratio in each "
+        f"round. {_machine()}",
+        "",
+        f"## step() alone: {TENSORS} tensors, {TENSORS * SIZE / 1e6:.0f} million float32 parameters",
+        "",
+        *_table(_time(_steps(), rounds), "SGD(foreach=True)"),
+        "",
+        "`step()` does not contain the norms that SGDOL takes at the end of each backward; the whole training steps do.",
+    ]
+    for name, (contenders, about) in _trainings().items():
+        baseline = next(iter(contenders))
+        lines += ["", f"## A whole training step: {name}", "", about, "", *_table(_time(contenders, rounds), baseline)]
+    lines += ["", "## Memory that grows with the model, beyond parameters and gradients", "", *_memory()]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if not arguments.quick:
+        OUT.parent.mkdir(exist_ok=True)
+        OUT.write_text(text)
+        print(f"written to {OUT.relative_to(Path.cwd()) if OUT.is_relative_to(Path.cwd()) else OUT.name}")
+
+
+def _machine() -> str:
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        model = next((x.split(":")[1].strip() for x in cpuinfo.read_text().splitlines() if "model name" in x), model)
+    return (
+        f"Machine: {model}, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}, "
+        f"numpy {numpy.__version__}, sgdol {sgdol.__version__}."
+    )
+
+
+# step() alone ---------------------------------------------------------------------------------------------------------
+
+
+def _steps() -> dict[str, Iterator[float]]:
+    def contender(make: Callable[[list[nn.Parameter]], Any], passes: int) -> Iterator[float]:
+        params = [nn.Parameter(torch.randn(SIZE)) for _ in range(TENSORS)]
+        weights = [torch.randn(SIZE) for _ in range(4)]
+        optimizer = make(params)
+        for turn in range(1_000_000):
+            for i in range(passes):
+                torch.stack([(p * weights[(turn + i) % 4]).sum() for p in params]).sum().backward()
+            start = time.perf_counter()
+            optimizer.step()
+            yield time.perf_counter() - start
+            optimizer.zero_grad()
+
+    return {
+        "SGD(foreach=True)": contender(lambda p: torch.optim.SGD(p, lr=1e-3, foreach=True), 2),
+        'SGDOL(granularity="global")': contender(lambda p: SGDOL(p, lr=1e-3), 2),
+        'SGDOL(granularity="tensor")': contender(lambda p: SGDOL(p, lr=1e-3, granularity="tensor"), 2),
+        "SGDOL, two step() calls per update": _pairs(contender(lambda p: SGDOL(p, lr=1e-3), 1)),
+        "SGD(momentum=0.9, foreach=True)": contender(
+            lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, foreach=True), 2
+        ),
+        "SGDOL(momentum=0.9)": contender(lambda p: SGDOL(p, lr=1e-3, momentum=0.9), 2),
+        "Adam(foreach=True)": contender(lambda p: torch.optim.Adam(p, lr=1e-3, foreach=True), 2),
+        'SGDOL(granularity="coordinate")': contender(lambda p: SGDOL(p, lr=1e-3, granularity="coordinate"), 2),
+    }
+
+
+def _pairs(steps: Iterator[float]) -> Iterator[float]:
+    """The mean time of a call that holds and one that updates."""
+    while True:
+        yield (next(steps) + next(steps)) / 2
+
+
+# Whole training steps -------------------------------------------------------------------------------------------------
+
+
+def _trainings() -> dict[str, tuple[dict[str, Iterator[float]], str]]:
+    torch.manual_seed(0)
+    images, labels = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
+    tokens, following = torch.randint(96, (16, 65)).split([64, 1], dim=1)
+    following = torch.cat([tokens[:, 1:], following], dim=1)
+    features, classes = torch.randn(256, 784), torch.randint(10, (256,))
+    return {
+        "MLP": (_contenders(_mlp, features, classes), "784-1024-1024-10, batch 256."),
+        "CNN": (_contenders(_cnn, images, labels), "Four convolutions to 128 channels, 32 x 32 images, batch 64."),
+        "transformer": (
+            _contenders(_Transformer, tokens, following),
+            "Four layers of width 256, 64 tokens, batch 16.",
+        ),
+    }
+
+
+def _contenders(build: Callable[[], nn.Module], x: Tensor, y: Tensor) -> dict[str, Iterator[float]]:
+    def contender(make: Callable[[Any], Any], parts: int) -> Iterator[float]:
+        torch.manual_seed(0)
+        net = build()
+        optimizer = make(net.parameters())
+        criterion = nn.CrossEntropyLoss()
+        while True:
+            start = time.perf_counter()
+            for inputs, targets in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                output = net(inputs)
+                (criterion(output.flatten(0, -2), targets.flatten()) / parts).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield time.perf_counter() - start
+
+    return {
+        "SGD(foreach=True)": contender(lambda p: torch.optim.SGD(p, lr=1e-3, foreach=True), 1),
+        "SGD(foreach=True), two microbatches": contender(lambda p: torch.optim.SGD(p, lr=1e-3, foreach=True), 2),
+        "SGDOL, two microbatches": contender(lambda p: SGDOL(p, lr=1e-3), 2),
+        'SGDOL(granularity="coordinate"), two microbatches': contender(
+            lambda p: SGDOL(p, lr=1e-3, granularity="coordinate"), 2
+        ),
+        "Adam(foreach=True)": contender(lambda p: torch.optim.Adam(p, lr=1e-3, foreach=True), 1),
+    }
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+
+def _cnn() -> nn.Module:
+    widths = [3, 32, 64, 128, 128]
+    layers: list[nn.Module] = []
+    for before, after in zip(widths, widths[1:], strict=False):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 10))
+
+
+class _Transformer(nn.Module):
+    """A causal language model on characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(96, 256)
+        layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(256, 96)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        return self.head(self.encoder(self.embedding(tokens), mask=mask, is_causal=True))
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+
+def _memory() -> list[str]:
+    rows = ["| optimizer | kept between steps | gradients per step |", "|---|---|---|"]
+    cases: list[tuple[str, Callable[[Any], Any], int]] = [
+        ("SGD", lambda p: torch.optim.SGD(p, lr=1e-3), 1),
+        ("SGDOL, microbatches", lambda p: SGDOL(p, lr=1e-3), 2),
+        ("SGDOL, one backward per step()", lambda p: SGDOL(p, lr=1e-3), 1),
+        ("SGDOL, momentum, microbatches", lambda p: SGDOL(p, lr=1e-3, momentum=0.9), 2),
+        ("Adam", lambda p: torch.optim.Adam(p, lr=1e-3), 1),
+        ("SGDOL, coordinate, microbatches", lambda p: SGDOL(p, lr=1e-3, granularity="coordinate"), 2),
+    ]
+    for name, make, passes in cases:
+        rows.append(f"| {name} | {_kept(make, passes):.2f} x the parameters | {passes} |")
+    return rows
+
+
+def _kept(make: Callable[[Any], Any], passes: int) -> float:
+    """Bytes of tensors that exist after a few steps and did not before, without the gradients, over the parameters'."""
+
+    def alive() -> int:
+        gc.collect()
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in gc.get_objects()
+            if issubclass(type(t), Tensor)
+        }
+        return sum(storages.values())
+
+    params = [nn.Parameter(torch.randn(1000, 100)) for _ in range(8)]
+    before = alive()
+    optimizer = make(params)
+    for turn in range(3):
+        for i in range(passes):
+            torch.stack([(p * float(turn + i + 1)).sum() for p in params]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return (alive() - before) / sum(p.nbytes for p in params)
+
+
+# Timing ---------------------------------------------------------------------------------------------------------------
+
+
+def _time(contenders: dict[str, Iterator[float]], rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 2):  # the first two warm up
+        for name, contender in contenders.items():
+            seconds = next(contender)
+            if turn >= 2:
+                times[name].append(seconds)
+    return times
+
+
+def _table(times: dict[str, list[float]], baseline: str) -> list[str]:
+    rows = [f"| | median ms | ratio to {baseline} | quartiles |", "|---|---:|---:|---:|"]
+    for name, seconds in times.items():
+        ratios = [a / b for a, b in zip(seconds, times[baseline], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        rows.append(f"| {name} | {statistics.median(seconds) * 1e3:.1f} | {middle:.2f} | {low:.2f} to {high:.2f} |")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
