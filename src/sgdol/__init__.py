@@ -14,17 +14,29 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_LAZY = {"SGDOL": "sgdol.torch"}
-_MODULES = ("jax", "learners", "paper", "reference", "surrogate", "theory", "torch")
+_MODULES = {
+    "jax": "jax",
+    "learners": None,
+    "paper": "paper",
+    "reference": None,
+    "surrogate": None,
+    "theory": None,
+    "torch": "torch",
+}
+"""Modules, and the extra that each of them needs."""
 
 __all__ = ["SGDOL", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name == "SGDOL":
+        return importlib.import_module("sgdol.torch").SGDOL
     if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as missing:
+            hint = f"pip install 'sgdol[{_MODULES[name]}]'"
+            raise AttributeError(f"sgdol.{name} needs {missing.name}, which is not installed: {hint}") from missing
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -45,7 +45,8 @@ def argmin(function: Callable[[float], float], low: float, high: float, toleranc
     """
     ratio = (5.0**0.5 - 1) / 2
     left, right = high - ratio * (high - low), low + ratio * (high - low)
-    while high - low > tolerance * max(1.0, abs(low) + abs(high)):
+    width = high - low
+    while high - low > tolerance * width:
         if function(left) <= function(right):
             high, right = right, left
             left = high - ratio * (high - low)

@@ -225,6 +225,8 @@ def theorem_7(
     for eta in step_sizes:
         _positive(step_size=eta)
         _in_range(eta, smoothness)
+    for variance in variance_sums:
+        _non_negative(variance_sum=variance)
     noise = sum(eta**2 * variance for eta, variance in zip(step_sizes, variance_sums, strict=True))
     return gap + expected_regret + smoothness / 2 * noise
 

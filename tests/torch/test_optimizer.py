@@ -258,7 +258,11 @@ def test_a_group_that_joins_later_gets_the_share_of_alpha_that_its_size_had():
     for g in (2.0, -1.0):
         a.grad, b.grad = torch.full_like(a, g), torch.full_like(b, g)
         opt.step()
-    assert float(opt.param_groups[1]["alpha_learned"]) == pytest.approx(8.0)
+    for g in (1.0, 1.0):
+        b.grad = torch.full_like(b, g)
+        opt.step()
+    u, n = 2 * (2.0 * -1.0), 2 * 0.5**2  # of its only update before
+    assert float(opt.param_groups[1]["step_size"]) == pytest.approx((8.0 + u) / (8.0 + n))
 
 
 # Where gradients come from --------------------------------------------------------------------------------------------
@@ -828,12 +832,13 @@ def test_the_optimizer_dies_with_its_last_reference_and_takes_its_hooks_along():
     net = network()
     opt = SGDOL(net.parameters(), lr=0.1)
     train(net, opt, Batches(), 1)
-    parameter, gone = next(iter(net.parameters())), weakref.ref(opt)
-    assert parameter._backward_hooks
+    gone, slot = weakref.ref(opt), opt._passes._slots[0]
+    hooks = slot.handle.hooks_dict_ref
+    assert len(hooks()) == 1
     del opt
     gc.collect()
     assert gone() is None
-    assert not parameter._backward_hooks
+    assert not hooks()
 
 
 def test_diagnostics_are_those_of_the_run():

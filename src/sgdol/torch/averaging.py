@@ -18,6 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sgdol.torch.passes import scalar_dtype
+
 __all__ = ["polynomial_average", "random_iterate"]
 
 AverageFunction = Callable[[Tensor, Tensor, Tensor | int], Tensor]
@@ -43,7 +45,8 @@ def polynomial_average(power: float = 8.0) -> AverageFunction:
     @torch.no_grad()
     def average(averaged: Tensor, current: Tensor, num_averaged: Tensor | int) -> Tensor:
         # num_averaged counts the iterates before this one, which is number t = num_averaged + 1.
-        weight = (power + 1) / (num_averaged + 1 + power)
+        before = num_averaged.to(scalar_dtype(current.device)) if isinstance(num_averaged, Tensor) else num_averaged
+        weight = (power + 1) / (before + 1 + power)
         return averaged + (current - averaged) * weight
 
     return average

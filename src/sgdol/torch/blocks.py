@@ -8,6 +8,7 @@ them) stands in the group's dictionary, state that belongs to a parameter in ``o
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, get_args
 
 import torch
@@ -81,17 +82,18 @@ class Blocks:
         """The regulariser's alpha of each block; 0 while it is not known yet."""
         if fixed is not None:
             return like.new_full((len(self._owners),), float(fixed))
-        return self._read("alpha_learned", like.new_zeros(()), like)
+        learned = self._groups[0].get("alpha_learned", like.new_zeros(())).to(like)
+        return learned * self._sizes(like)
 
-    def alpha_after(self, alpha: Tensor, n_total: Tensor) -> Tensor:
-        """Alpha after this update: ||d_0||^2 of the first one that moves, each block its even share by size.
+    def learn_alpha(self, n_total: Tensor, ok: Tensor | None) -> None:
+        """Take alpha from the first update that moves: ||d_0||^2, each block its even share by size.
 
-        A block that joins later gets the share that its size would have had.
+        Kept per coordinate, so that a block which joins later gets the share that its size would have had; but the one
+        global block keeps the whole.
         """
-        sizes = self._sizes(alpha)
-        known = alpha > 0
-        share = torch.where(known.any(), alpha.sum() / (sizes * known).sum().clamp(min=1), n_total / self._size())
-        return torch.where(known, alpha, share * sizes)
+        old = self._groups[0].get("alpha_learned", torch.zeros_like(n_total)).to(n_total)
+        new = torch.where(old > 0, old, n_total if self.granularity == "global" else n_total / self._size())
+        self._groups[0]["alpha_learned"] = new if ok is None else torch.where(ok, new, old)
 
     def learner_state(self, learner: Learner, like: Tensor) -> Any:
         """The learner's state as vectors over the blocks."""
@@ -120,7 +122,7 @@ class Blocks:
         for owner, value in zip(self._owners, values.unbind(), strict=True):
             owner[name] = value
 
-    @property
+    @functools.cached_property
     def _owners(self) -> list[dict[str, Any]]:
         if self.granularity == "global":
             return self._groups[:1]
@@ -130,14 +132,13 @@ class Blocks:
         return torch.stack([owner.get(name, default).to(like) for owner in self._owners])
 
     def _sizes(self, like: Tensor) -> Tensor:
-        if self.granularity == "coordinate":
+        """By how much each block's alpha exceeds what is kept."""
+        if self.granularity in ("global", "coordinate"):
             return torch.ones_like(like)
         if self.granularity == "tensor":
             sizes = [_size(p) for p in self.params]
-        elif self.granularity == "group":
-            sizes = [sum(map(_size, group["params"])) for group in self._groups]
         else:
-            sizes = [self._size()]
+            sizes = [sum(map(_size, group["params"])) for group in self._groups]
         return torch.tensor(sizes, device=like.device, dtype=like.dtype)
 
     def _size(self) -> int:
@@ -147,8 +148,8 @@ class Blocks:
 def share(groups: list[dict[str, Any]], granularity: str) -> None:
     """Copy what belongs to the whole optimizer from the first group to all, so that none can be saved without it."""
     for key, value in groups[0].items():
-        if key in ("totals", "gradients", "pending") or (
-            granularity == "global" and (key.startswith("learner.") or key == "alpha_learned")
+        if key in ("totals", "gradients", "pending", "alpha_learned") or (
+            granularity == "global" and key.startswith("learner.")
         ):
             for group in groups[1:]:
                 group[key] = value

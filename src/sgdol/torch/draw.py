@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sgdol.surrogate import Estimator, momentum_signal, symmetric_signal
 from sgdol.torch.blocks import Blocks
-from sgdol.torch.passes import Contributions, real_view, scalar_dtype, squared_norms, wide_dtype
+from sgdol.torch.passes import Contributions, real_gradient, real_view, scalar_dtype, squared_norms, wide_dtype
 from sgdol.torch.ranks import Ranks
 
 __all__ = ["Draw", "from_contributions", "from_pair", "gradient", "inner", "with_momentum"]
@@ -38,13 +38,22 @@ class Draw(NamedTuple):
 def from_contributions(blocks: Blocks, found: Contributions, ranks: Ranks) -> Draw:
     """The symmetric estimator on gradients that have been accumulated into ``.grad``, here and on other ranks."""
     k = max(found.k, 1) * ranks.count
-    vectors = [real_view(gradient(p)) for p in blocks.params]
+    vectors = [real_gradient(gradient(p)) for p in blocks.params]
     scales = [1.0] * len(vectors)
     if blocks.granularity != "coordinate":
-        q = ranks.sum_of_squares(blocks.cells(found.q))
+        q = ranks.sum_of_squares(blocks.cells(_attributed(found, ranks)))
         return Draw(vectors, scales, found.n, symmetric_signal(blocks.cells(found.n), q, k), [], [], k)
-    squares, q = ranks.sums_of_squares(found.squares, found.q)
+    known = zip(found.squares, found.seen, vectors, strict=True)
+    squares = [s if seen or ranks.count > 1 else v.to(s.dtype).square() for s, seen, v in known]
+    squares, q = ranks.sums_of_squares(squares, _attributed(found, ranks))
     return Draw(vectors, scales, found.n, symmetric_signal(found.n, q, k), squares, [], k)
+
+
+def _attributed(found: Contributions, ranks: Ranks) -> Tensor:
+    """The sums of squares; a gradient that no pass made, and that is not another rank's, is a single contribution."""
+    if all(found.seen) or ranks.count > 1:
+        return found.q
+    return torch.where(torch.tensor(found.seen, device=found.q.device), found.q, found.n)
 
 
 def from_pair(blocks: Blocks, first: list[Tensor], second: list[Tensor], estimator: Estimator) -> Draw:
@@ -57,13 +66,13 @@ def from_pair(blocks: Blocks, first: list[Tensor], second: list[Tensor], estimat
                 f"the two gradients of a pair must have the parameter's shape: parameter {i} is {tuple(p.shape)}, "
                 f"the first gradient {tuple(g1.shape)}, the second {tuple(g2.shape)}"
             )
-        a, b = real_view(g1), real_view(g2)
+        a, b = real_view(g1), real_gradient(g2)
         wide = wide_dtype(a.dtype)
         products.append(a.to(wide) * b.to(wide) if blocks.granularity == "coordinate" else inner(a, b))
     vectors = [real_view(g) for g in first]
     scale = 1.0
     if estimator == "symmetric":
-        vectors, scale = [v.add_(real_view(g)) for v, g in zip(vectors, second, strict=True)], 0.5
+        vectors, scale = [v.add_(real_gradient(g)) for v, g in zip(vectors, second, strict=True)], 0.5
     scales = [scale] * len(vectors)
     # As inner products, like u: for two equal gradients u = n to the last bit.
     n = torch.stack([inner(v, v).to(like) for v in vectors]) * scale**2

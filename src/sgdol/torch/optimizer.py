@@ -6,6 +6,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -111,14 +112,15 @@ class SGDOL(Optimizer):
         if lr is not None and smoothness is not None:
             raise ValueError(f"give lr or smoothness, not both: got lr={lr!r} and smoothness={smoothness!r} (lr = 1/M)")
         if smoothness is not None:
-            _check("smoothness", smoothness, smoothness > 0, "positive and finite")
+            _check("smoothness", smoothness, lambda v: v > 0, "positive and finite")
             lr = 1.0 / smoothness
         self.learner: Learner = FTRL() if learner is None else learner
-        if not isinstance(self.learner, Learner):
+        if isinstance(self.learner, type) or not isinstance(self.learner, Learner):
             raise TypeError(
                 f"learner must be an object with initial, predict and observe (see sgdol.learners), got {learner!r}"
             )
-        if lr is None and not _every_group_has_a_rate(params := _materialise(params)):
+        params = _materialise(params)
+        if lr is None and params and not _every_group_has_a_rate(params):
             raise ValueError("lr or smoothness is needed: got neither. lr = 1/M is the largest step size to start from")
         defaults = {
             "lr": lr,
@@ -127,7 +129,7 @@ class SGDOL(Optimizer):
             "granularity": granularity,
             "momentum": momentum,
             "weight_decay": weight_decay,
-            "learner": repr(self.learner),
+            "learner": _name(self.learner),
             "maximize": maximize,
             "foreach": foreach,
         }
@@ -159,8 +161,7 @@ class SGDOL(Optimizer):
                 result = closure()
         draw = self._draw()
         if draw is None and closure is not None and self.pending:
-            self._call_again(closure)
-            draw = self._draw()
+            draw = self._draw_again(closure)
         if draw is not None:
             self._update(*draw)
         return result
@@ -184,9 +185,11 @@ class SGDOL(Optimizer):
             if smoothness is not None:
                 if "lr" in param_group:
                     raise ValueError("give a parameter group lr or smoothness, not both")
-                _check("smoothness", smoothness, smoothness > 0, "positive and finite")
+                _check("smoothness", smoothness, lambda v: v > 0, "positive and finite")
                 param_group["lr"] = 1.0 / smoothness
             _check_options({**self.defaults, **param_group})
+            if param_group.get("lr", self.defaults["lr"]) is None:
+                raise ValueError("lr or smoothness is needed for this parameter group: the optimizer has no default")
             for name in SHARED:
                 if param_group.get(name, self.defaults[name]) != self.defaults[name]:
                     raise ValueError(
@@ -195,7 +198,7 @@ class SGDOL(Optimizer):
                     )
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group.setdefault("step_size", group["lr"])
+        group.setdefault("step_size", _first_step_size(group))
         share(self.param_groups, self.defaults["granularity"])
         self._ranks = None
         self._watched()
@@ -235,6 +238,8 @@ class SGDOL(Optimizer):
         _refuse_sparse(params)
         passes, ranks = self._watched(), self._data_parallel()
         found = passes.contributions(params, params[0].device, scalar_dtype(params[0].device))
+        if found.k == 0 and all(group["lr"] == 0 for group in self.param_groups) and found.n.sum().tolist() == 0:
+            return None  # torch.distributed.checkpoint steps with zeros to make optimizers create their state
         estimator, granularity = self.defaults["estimator"], self.defaults["granularity"]
         blocks = Blocks(granularity, self.param_groups, self.state, params)
         if pending:
@@ -267,29 +272,34 @@ class SGDOL(Optimizer):
                 return
             self._warn_if_identical(length, signal, blocks.params[0].dtype)
             ok = None
-        if any(blocks.momenta):
+        if any(blocks.momenta) or any("momentum_weight" in group for group in self.param_groups):
             momenta = [self._momentum(p) for p in blocks.params]
-            weights = self._momentum_weights(draw.n, ok)
+            weights = self._momentum_weights(blocks, draw.n, ok)
             draw = with_momentum(blocks, draw, momenta, weights, ok)
         outcome = update(blocks, self.param_groups, draw, self.learner, self.defaults["alpha"], ok)
         first["totals"] = diagnostics.added(totals, outcome, ok)
         first["gradients"] = draw.k
         for group, eta in zip(self.param_groups, outcome.step_sizes, strict=True):
             if eta is not None:
-                group["step_size"] = eta if ok is None else torch.where(ok, eta, group["step_size"])
+                group["step_size"] = eta if ok is None else torch.where(ok, eta, group["step_size"].to(eta))
         share(self.param_groups, blocks.granularity)
 
-    def _call_again(self, closure: Callable[[], Any]) -> None:
+    def _draw_again(self, closure: Callable[[], Any]) -> tuple[Blocks, Draw] | None:
         """The second gradient of a pair, by itself, whether the closure zeroes gradients or not."""
         params = [p for group in self.param_groups for p in group["params"]]
         first = [p.grad for p in params]
         for p in params:
             p.grad = None
-        with torch.enable_grad():
-            closure()
-        for p, grad in zip(params, first, strict=True):
-            if p.grad is None:
-                p.grad = grad
+        try:
+            with torch.enable_grad():
+                closure()
+            if all(p.grad is None for p in params):  # it computes nothing: what there was is what there is
+                for p, grad in zip(params, first, strict=True):
+                    p.grad = grad
+            return self._draw()
+        finally:
+            for p, grad in zip(params, first, strict=True):
+                p.grad = grad if p.grad is None else p.grad
 
     def _hold(self, p: Tensor) -> None:
         buffer = self._spare.pop(p, None)
@@ -300,6 +310,8 @@ class SGDOL(Optimizer):
     def _take_held(self, p: Tensor) -> Tensor:
         """The held gradient, as memory that may be written to; it is kept for the next one."""
         held = self.state[p].pop("held_gradient", None)
+        if not self.state[p]:
+            del self.state[p]
         self._spare[p] = torch.zeros_like(p) if held is None else held
         return self._spare[p]
 
@@ -314,13 +326,14 @@ class SGDOL(Optimizer):
             state["momentum"] = torch.zeros_like(like, dtype=wide_dtype(like.dtype))
         return state["momentum"]
 
-    def _momentum_weights(self, like: Tensor, ok: Tensor | None) -> list[Tensor]:
+    def _momentum_weights(self, blocks: Blocks, like: Tensor, ok: Tensor | None) -> list[Tensor]:
         """How much weight the gradients so far have in each group's momentum; schedulers may move beta."""
         weights = []
-        for group in self.param_groups:
+        for group, beta, size in zip(self.param_groups, blocks.momenta, blocks.per_group, strict=True):
             old = torch.as_tensor(group.get("momentum_weight", 0.0)).to(like)
-            new = group["momentum"] * old + (1 - group["momentum"])
-            group["momentum_weight"] = new if ok is None else torch.where(ok, new, old)
+            new = beta * old + (1 - beta)
+            if size:
+                group["momentum_weight"] = new if ok is None else torch.where(ok, new, old)
             weights.append(new)
         return weights
 
@@ -360,24 +373,47 @@ class SGDOL(Optimizer):
         Raises:
             ValueError: if it was saved by another configuration (estimator, granularity, learner or alpha).
         """
+        loaded: dict[str, Any] = {}
+
+        def check(_: Optimizer, final: dict[str, Any]) -> None:
+            self._refuse_another_configuration(final)
+            loaded.update(final)
+
+        # Last and first among the hooks that users may have registered: they see and say what they expect to.
+        handles = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(lambda _: self._restore(loaded), prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _refuse_another_configuration(self, state_dict: dict[str, Any]) -> None:
         for index, group in enumerate(state_dict["param_groups"]):
+            if "granularity" not in group:
+                raise ValueError(f"state_dict was not saved by SGDOL: its group {index} has only {sorted(group)}")
             for name in SHARED:
                 if name in group and group[name] != self.defaults[name]:
                     raise ValueError(
                         f"state_dict was saved with {name}={group[name]!r} in group {index}, this optimizer has "
                         f"{name}={self.defaults[name]!r}: construct it with the same {name}"
                     )
-        super().load_state_dict(state_dict)
-        # torch casts floating-point state to the parameter's type, which would round the sums.
+
+    def _restore(self, state_dict: dict[str, Any]) -> None:
+        """Undo torch's cast of floating-point state to the parameter's type, which would round the sums."""
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for index, p in zip(saved, params, strict=True):
             for key, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor):
+                    if value.dim() and value.shape not in (p.shape, real_view(p).shape):
+                        raise ValueError(
+                            f"state_dict does not fit: {key} of parameter {index} has shape {tuple(value.shape)}, the "
+                            f"parameter {tuple(p.shape)}"
+                        )
                     self.state[p][key] = value.detach().to(device=p.device, copy=True)
-        for group in self.param_groups:
-            for name in SHARED:
-                group[name] = self.defaults[name]
         share(self.param_groups, self.defaults["granularity"])
         if self._passes is not None:
             self._passes.reset()
@@ -390,7 +426,7 @@ class SGDOL(Optimizer):
         for group in self.param_groups:
             for name in OPTIONS:  # a state saved by an older version may lack some
                 group.setdefault(name, self.defaults[name])
-            group.setdefault("step_size", group["lr"])
+            group.setdefault("step_size", _first_step_size(group))
         if "defaults" in state:  # unpickled or copied: new parameters, which nobody watches yet
             self._passes, self._ranks, self._spare = None, None, {}
             self._watched()
@@ -404,10 +440,22 @@ def _first_two(found: Contributions, params: list[Tensor], ranks: Ranks) -> tupl
             f'{found.k}; estimator="symmetric" uses them all'
         )
     first, second = (
-        [found.k * gs[i] if i < len(gs) else torch.zeros_like(p) for gs, p in zip(found.gradients, params, strict=True)]
+        [found.k * gs[i] if i in gs else torch.zeros_like(p) for gs, p in zip(found.gradients, params, strict=True)]
         for i in (0, 1)
     )
     return first, second
+
+
+def _first_step_size(group: dict[str, Any]) -> Tensor:
+    """The step size before any update: lr."""
+    device = group["params"][0].device
+    return torch.as_tensor(group["lr"]).detach().to(device=device, dtype=scalar_dtype(device), copy=True).reshape(())
+
+
+def _name(learner: Learner) -> str:
+    """What tells one learner from another in a saved state: not where it happens to be in memory."""
+    kind = type(learner)
+    return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(learner)
 
 
 def _refuse_sparse(params: list[Tensor]) -> None:
@@ -433,6 +481,10 @@ def _readable(scalar: Tensor) -> bool:
 
 
 def _materialise(params: Iterable[Any]) -> list[Any]:
+    if isinstance(params, torch.nn.Module):
+        raise TypeError("params must be an iterable of tensors or dicts, got a module: give its .parameters()")
+    if isinstance(params, dict):
+        raise TypeError("params must be an iterable of tensors or dicts, got one dict: put it into a list")
     if isinstance(params, Tensor):
         raise TypeError(
             f"params must be an iterable of tensors or dicts, got a single tensor of shape {tuple(params.shape)}"
@@ -441,11 +493,13 @@ def _materialise(params: Iterable[Any]) -> list[Any]:
 
 
 def _every_group_has_a_rate(params: list[Any]) -> bool:
-    return bool(params) and all(isinstance(g, dict) and ("lr" in g or "smoothness" in g) for g in params)
+    return all(isinstance(g, dict) and ("lr" in g or "smoothness" in g) for g in params)
 
 
-def _check(name: str, value: Any, allowed: Any, sentence: str) -> None:
-    if not (bool(allowed) and math.isfinite(value)):
+def _check(name: str, value: Any, allowed: Callable[[Any], Any], sentence: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real | Tensor):
+        raise TypeError(f"{name} must be a number, {sentence}, got {value!r}")
+    if not (bool(allowed(value)) and math.isfinite(value)):
         raise ValueError(f"{name} must be {sentence}, got {value!r}")
 
 
@@ -455,11 +509,15 @@ def _check_options(options: dict[str, Any]) -> None:
     if lr is not None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError(f"Tensor lr must be 1-element, got lr of shape {tuple(lr.shape)}")
-        _check("lr", lr, lr > 0, "positive and finite")
+        _check("lr", lr, lambda v: v > 0, "positive and finite")
     if options["alpha"] is not None:
-        _check("alpha", options["alpha"], options["alpha"] > 0, "None, or positive and finite")
+        _check("alpha", options["alpha"], lambda v: v > 0, "None, or positive and finite")
     for name, values in (("estimator", ESTIMATORS), ("granularity", GRANULARITIES)):
         if options[name] not in values:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {options[name]!r}")
-    _check("momentum", options["momentum"], 0 <= options["momentum"] < 1, "at least 0 and less than 1")
-    _check("weight_decay", options["weight_decay"], options["weight_decay"] >= 0, "at least 0 and finite")
+    _check("momentum", options["momentum"], lambda v: 0 <= v < 1, "at least 0 and less than 1")
+    _check("weight_decay", options["weight_decay"], lambda v: v >= 0, "at least 0 and finite")
+    if not isinstance(options["maximize"], bool):
+        raise TypeError(f"maximize must be True or False, got {options['maximize']!r}")
+    if options["foreach"] not in (None, True, False):
+        raise TypeError(f"foreach must be None, True or False, got {options['foreach']!r}")

@@ -1,14 +1,15 @@
 """Backward passes between two steps, each of them one independent gradient.
 
-A hook on a leaf tensor sees every backward's own gradient before it is accumulated into ``.grad`` and before
-DistributedDataParallel averages it over the ranks. From these contributions c_1, ..., c_k the optimizer needs, besides
-their sum S = ``.grad``, only the sum of their squares: a number per tensor, or, for per-coordinate step sizes, a tensor
-of squares.
+A hook in front of a leaf's gradient accumulator sees every backward's own gradient before it is added to ``.grad`` and
+before DistributedDataParallel averages it over the ranks. From these contributions c_1, ..., c_k the optimizer needs,
+besides their sum S = ``.grad``, only the sum of their squares: a number per tensor, or, for per-coordinate step sizes,
+a tensor of squares.
 
 What happens to ``.grad`` between backward and step (GradScaler's unscaling, ``clip_grad_norm_``) rescales S and so has
 to rescale the squares. The squared norm of S is therefore taken at the end of each backward, together with the tensor's
 version, which tells without a look at the data whether somebody has written to it since. GradScaler's kernel writes
-without raising the version, so a few entries of the largest gradients are compared as well.
+without raising the version, so a few entries of the largest gradients are compared as well. Where anything changed,
+all norms are taken again.
 """
 
 from __future__ import annotations
@@ -19,8 +20,18 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["BackwardPasses", "Contributions", "Keep", "real_view", "scalar_dtype", "squared_norms", "wide_dtype"]
+__all__ = [
+    "BackwardPasses",
+    "Contributions",
+    "Keep",
+    "real_gradient",
+    "real_view",
+    "scalar_dtype",
+    "squared_norms",
+    "wide_dtype",
+]
 
 Keep = Literal["norms", "squares", "gradients"]
 
@@ -34,25 +45,29 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
+def scalar_dtype(device: torch.device) -> torch.dtype:
+    """The type of the sums over time: float64 wherever the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def real_view(tensor: Tensor) -> Tensor:
-    """The tensor, complex numbers seen as pairs of real ones."""
+    """The tensor, complex numbers seen as pairs of real ones; writing to the view writes to the tensor."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def real_gradient(gradient: Tensor) -> Tensor:
+    """The same for a gradient, which autograd may leave as a lazy conjugate; not to be written to."""
+    return real_view(gradient.resolve_conj())
 
 
 def squared_norms(tensors: list[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
     """The squared norm of each tensor, as one vector."""
-    norms = [torch.linalg.vector_norm(t, dtype=wide_dtype(t.dtype) if _is_narrow(t) else None) for t in tensors]
-    return _stack(norms, device, dtype).square()
+    return _stack([_norm(t) for t in tensors], device, dtype).square()
 
 
-def _entries(tensor: Tensor) -> Tensor:
-    """A few entries of a tensor, spread over it."""
-    stride = max(1, tensor.numel() // ENTRIES)
-    return tensor.view(-1)[::stride] if tensor.is_contiguous() else tensor.flatten()[::stride]
-
-
-def _is_narrow(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float16, torch.bfloat16)
+def _norm(tensor: Tensor) -> Tensor:
+    narrow = tensor.dtype in (torch.float16, torch.bfloat16)
+    return torch.linalg.vector_norm(tensor, dtype=torch.float32 if narrow else None)
 
 
 def _stack(scalars: list[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -72,33 +87,36 @@ class Contributions(NamedTuple):
     """The sum of the squared norms of the contributions, in the scale of S now (but for ``keep="gradients"``)."""
     squares: list[Tensor]
     """The same per coordinate (``keep="squares"``); may be written to."""
-    gradients: list[list[Tensor]]
-    """The first two contributions themselves, in the scale of S now (``keep="gradients"``)."""
+    gradients: list[dict[int, Tensor]]
+    """The first two contributions themselves, by number, in the scale of S now (``keep="gradients"``)."""
+    seen: list[bool]
+    """Whether any pass reached the parameter: else ``.grad``, if there is one, was written by hand."""
 
 
 class _Slot:
     """One watched parameter."""
 
-    __slots__ = ("before", "count", "fresh", "gradients", "handle", "param", "seen", "seen_version", "squares")
+    __slots__ = ("count", "fresh", "gradients", "handle", "node", "param", "seen", "seen_version", "squares")
 
     def __init__(self, param: Tensor) -> None:
         self.param = param
+        self.node: Any = None
         self.handle: Any = None
         self.seen: Any = None
         self.seen_version = -1
-        self.before: tuple[int, int] | None = None
         self.squares: Tensor | None = None
         self.forget()
 
     def forget(self) -> None:
         self.count = 0
         self.fresh = True  # the memory of the squares stays: allocating it anew costs more than filling it
-        self.gradients: list[Tensor] = []
+        self.gradients: dict[int, Tensor] = {}
 
     def add_squares(self, gradient: Tensor) -> None:
-        g = real_view(gradient)
-        if self.squares is None or self.squares.shape != g.shape:
+        g = real_gradient(gradient)
+        if self.squares is None or self.squares.shape != g.shape or self.squares.dtype != wide_dtype(g.dtype):
             self.squares = torch.empty_like(g, dtype=wide_dtype(g.dtype), memory_format=torch.contiguous_format)
+            self.fresh = True
         if self.fresh:
             torch.mul(g, g, out=self.squares) if g.dtype == self.squares.dtype else self.squares.copy_(g).square_()
         else:
@@ -107,9 +125,9 @@ class _Slot:
         self.fresh = False
 
     def settled_squares(self, factor: Tensor | None) -> Tensor:
-        g = real_view(_gradient(self.param)) if self.param.grad is not None else real_view(self.param)
         if self.squares is None or self.fresh:
-            return torch.zeros_like(g, dtype=wide_dtype(g.dtype), memory_format=torch.contiguous_format)
+            like = real_view(self.param)
+            return torch.zeros_like(like, dtype=wide_dtype(like.dtype), memory_format=torch.contiguous_format)
         return self.squares if factor is None else self.squares.mul_(factor)
 
     def see(self) -> None:
@@ -118,13 +136,18 @@ class _Slot:
         self.seen_version = -1 if grad is None else grad._version
 
     def untouched(self) -> bool:
-        """Whether ``.grad`` is still what the last backward left."""
+        """Whether ``.grad`` is, as far as its version tells, still what the last backward left."""
         grad = self.param.grad
         return grad is not None and self.seen is not None and self.seen() is grad and self.seen_version == grad._version
 
-    def identity(self) -> tuple[int, int] | None:
-        grad = self.param.grad
-        return None if grad is None else (id(grad), grad._version)
+
+class _Pass(NamedTuple):
+    """A backward that is running."""
+
+    number: int
+    """How many have left a gradient before it."""
+    arrived: dict[int, Tensor]
+    """What has been kept of the gradients so far, by slot."""
 
 
 class BackwardPasses:
@@ -140,25 +163,31 @@ class BackwardPasses:
         self._keep = keep
         self._slots: list[_Slot] = []
         self._index: dict[Tensor, int] = {}
-        self._handles: list[Any] = []
-        self._task = -1
-        self._arrived: dict[int, Tensor] = {}
+        self._running: dict[int, _Pass] = {}  # by graph task: reentrant checkpointing nests them
         self._q: Tensor | None = None
         self._n: Tensor | None = None
         self._samples: list[tuple[_Slot, Tensor]] = []
         self.watch(params)
-        weakref.finalize(self, _remove_all, self._handles)
+        weakref.finalize(self, _remove_hooks, self._slots)
 
     def watch(self, params: Iterable[Tensor]) -> None:
-        """Watch more parameters, or those that did not require a gradient before."""
+        """Watch more parameters, and those that did not require a gradient or had another type before."""
         for param in params:
-            if param not in self._index:
+            new = param not in self._index
+            if new:
                 self._index[param] = len(self._slots)
                 self._slots.append(_Slot(param))
-            slot = self._slots[self._index[param]]
-            if slot.handle is None and param.requires_grad and param.is_leaf:
-                slot.handle = param.register_hook(_hook(weakref.ref(self), self._index[param]))
-                self._handles.append(slot.handle)
+            if not (param.requires_grad and param.is_leaf):
+                continue
+            index = self._index[param]
+            slot = self._slots[index]
+            node = get_gradient_edge(param).node
+            if node is not slot.node:
+                if slot.handle is not None:
+                    slot.handle.remove()
+                slot.node, slot.handle = node, node.register_prehook(_hook(weakref.ref(self), index))
+            if new and _is_dense(param):
+                self._adopt(index, slot)
 
     def reset(self) -> None:
         """Forget the passes: their gradients have been used or thrown away."""
@@ -166,52 +195,38 @@ class BackwardPasses:
             slot.forget()
         if self._q is not None:
             self._q = torch.zeros_like(self._q)  # contributions() has given the old one away
-        self._arrived.clear()
+        self._running.clear()
 
-    @property
-    def count(self) -> int:
-        """How many passes have left a gradient since the last reset.
-
-        The largest count of any parameter rather than the number of graphs: activation checkpointing may run one
-        backward as several graphs, each of which reaches its own parameters.
-        """
-        return max((slot.count for slot in self._slots if slot.param.grad is not None), default=0)
-
+    @torch.no_grad()
     def contributions(self, params: list[Tensor], device: torch.device, dtype: torch.dtype) -> Contributions:
         """Everything that is known about the gradients of these parameters."""
-        self._close()
-        slots = [self._slots[self._index[p]] for p in params]
+        self._running.clear()  # backwards that raised half-way
         rows = [self._index[p] for p in params]
+        slots = [self._slots[i] for i in rows]
         n, q = self._totals(device, dtype)
-        if rows != list(range(len(self._slots))):
-            n, q = n[rows], q[rows]
-        touched = [i for i, slot in enumerate(slots) if not slot.untouched()]
+        n, q = (n.clone(), q) if rows == list(range(len(self._slots))) else (n[rows], q[rows])
         factors: list[Tensor | None] = [None] * len(slots)
-        silent = self._silent_rescaling(device, dtype)
-        if silent is not None:
-            n, q, factors = n * silent, q * silent, [silent] * len(slots)
-        if touched:
-            before, n = n, n.clone()
-            n[touched] = squared_norms([_gradient(slots[i].param) for i in touched], device, dtype)
-            written = _ratio(n, before)
-            q = q * written
-            for i in touched:
-                factors[i] = written[i] if silent is None else written[i] * silent
-        squares, gradients = [], []
-        for slot, factor in zip(slots, factors, strict=True):
-            if self._keep == "squares":
-                squares.append(slot.settled_squares(factor))
-            gradients.append(slot.gradients if factor is None else [g * factor.sqrt() for g in slot.gradients])
-        return Contributions(max((slot.count for slot in slots), default=0), n, q, squares, gradients)
+        if not all(slot.untouched() for slot in slots) or self._silently_written(device, dtype):
+            before, n = n, squared_norms([_gradient(slot.param) for slot in slots], device, dtype)
+            ratio = _ratio(n, before)
+            q, factors = q * ratio, list(ratio.unbind())
+        return Contributions(
+            max((slot.count for slot in slots), default=0),
+            n,
+            q,
+            [slot.settled_squares(f) for slot, f in zip(slots, factors, strict=True)]
+            if self._keep == "squares"
+            else [],
+            [_scaled(slot.gradients, f) for slot, f in zip(slots, factors, strict=True)],
+            [slot.count > 0 for slot in slots],
+        )
 
-    def _silent_rescaling(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """The factor by which squares of gradients changed although no version says so; None if they did not."""
-        sampled = [(slot, before) for slot, before in self._samples if slot.untouched()]
-        if not sampled:
-            return None
-        now = squared_norms([_entries(_gradient(slot.param)) for slot, _ in sampled], device, dtype).sum()
-        factor = _ratio(now, torch.stack([before for _, before in sampled]).sum())
-        return None if factor.device.type == "cpu" and factor.tolist() == 1.0 else factor
+    def _silently_written(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether entries changed although no version says so, or whether it cannot be told without a wait."""
+        if device.type != "cpu" or not self._samples:
+            return True
+        now = squared_norms([_entries(slot) for slot, _ in self._samples], device, dtype).tolist()
+        return 0 in now or now != [before.tolist() for _, before in self._samples]
 
     def _totals(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The vectors (n, q), one row per slot."""
@@ -225,132 +240,134 @@ class BackwardPasses:
         return self._n, self._q
 
     @torch.no_grad()
-    def _measure(self, index: int, gradient: Tensor) -> None:
-        """One parameter's gradient arrives in the backward that runs now."""
-        if gradient.layout != torch.strided:
+    def _adopt(self, index: int, slot: _Slot) -> None:
+        """A gradient that was there before anybody watched is one contribution."""
+        grad = _gradient(slot.param)
+        n, q = self._totals(self._slots[0].param.device, scalar_dtype(self._slots[0].param.device))
+        n[index] = q[index] = squared_norms([grad], n.device, n.dtype)[0]
+        slot.count = 1
+        if self._keep == "squares":
+            slot.add_squares(grad)
+        elif self._keep == "gradients":
+            slot.gradients[0] = grad.clone()
+        slot.see()
+
+    @torch.no_grad()
+    def _measure(self, index: int, gradient: Tensor | None) -> None:
+        """One parameter's gradient arrives in the backward that runs now, and is about to be accumulated."""
+        if gradient is None or gradient.layout != torch.strided:
             return
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._open(task)
-        slot = self._slots[index]
+        task, slot = torch._C._current_graph_task_id(), self._slots[index]
+        if task not in self._running:
+            self._reconcile()
+            self._running[task] = _Pass(max(s.count for s in self._slots), {})
+            _after_backward(lambda: _after_backward(lambda: self._close(task)))
+        current = self._running[task]
+        if not slot.count:
+            slot.forget()  # squares of a backward that raised half-way
         if self._keep == "gradients":
-            self._arrived[index] = gradient.clone() if slot.count < 2 else gradient.new_empty(0)
+            current.arrived[index] = gradient.clone() if current.number < 2 else gradient.new_empty(0)
             return
         if self._keep == "squares":
             slot.add_squares(gradient)
-        dtype = wide_dtype(gradient.dtype) if _is_narrow(gradient) else None
-        self._arrived[index] = torch.linalg.vector_norm(gradient, dtype=dtype)
+        current.arrived[index] = _norm(gradient)
 
-    # The engine runs final callbacks in the order in which they were queued. DistributedDataParallel queues its own,
-    # which waits for the all-reduce, in the middle of backward; a callback queued by a callback runs after it.
-
-    def _open(self, task: int) -> None:
-        """The first gradient of a new backward: note how things stand before anything is accumulated."""
-        self._task = task
-        self._arrived.clear()  # of a backward that raised half-way
+    def _reconcile(self) -> None:
+        """See which gradients were written to after the last pass: thrown away, or rescaled."""
+        busy = {i for running in self._running.values() for i in running.arrived}
         for index, slot in enumerate(self._slots):
-            if slot.count and not slot.untouched():
-                self._reconcile(index, slot)
-            slot.before = slot.identity()
-        torch.autograd.Variable._execution_engine.queue_callback(self._requeue)
-
-    def _requeue(self) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self._close)
-
-    def _reconcile(self, index: int, slot: _Slot) -> None:
-        """``.grad`` was written to after the last pass: thrown away, or rescaled."""
-        grad = slot.param.grad
-        if grad is None or not bool(grad.any()):
-            slot.forget()
-            if self._q is not None:
+            if not slot.count or index in busy or slot.untouched():
+                continue
+            assert self._q is not None
+            assert self._n is not None
+            grad = slot.param.grad
+            if grad is None or not bool(grad.any()):
+                slot.forget()
                 self._q[index] = 0
-            return
-        if self._q is None or self._n is None:
-            return
-        now = squared_norms([grad], self._q.device, self._q.dtype)[0]
-        factor = _ratio(now, self._n[index])
-        self._q[index] *= factor
-        if slot.squares is not None:
-            slot.squares.mul_(factor)
-        slot.gradients = [g * factor.sqrt() for g in slot.gradients]
+                continue
+            factor = _ratio(squared_norms([grad], self._q.device, self._q.dtype)[0], self._n[index])
+            self._q[index] *= factor
+            if slot.squares is not None:
+                slot.squares.mul_(factor)
+            slot.gradients = _scaled(slot.gradients, factor)
 
     @torch.no_grad()
-    def _close(self) -> None:
+    def _close(self, task: int) -> None:
         """The end of a backward, after every rank's gradients have been averaged."""
-        self._task = -1
-        arrived, self._arrived = self._arrived, {}
-        landed = []
-        for index, value in sorted(arrived.items(), key=lambda item: item[0]):
-            slot = self._slots[index]
-            if slot.identity() != slot.before:
-                landed.append(index)
-                slot.count += 1
-                if self._keep == "gradients" and slot.count <= 2:
-                    slot.gradients.append(value)
-            elif self._keep == "squares":
-                # torch.autograd.grad ran through this parameter: the gradient was measured but went elsewhere.
-                # The squares cannot be taken back, so what is in .grad counts as a single gradient.
-                slot.fresh, slot.count = True, min(slot.count, 1)
-        if not landed:
+        done = self._running.pop(task, None)
+        if done is None:
             return
-        stale = [i for i, slot in enumerate(self._slots) if slot.param.grad is not None and not slot.untouched()]
-        first = self._slots[0].param
-        device, dtype = first.device, scalar_dtype(first.device)
+        landed = sorted(done.arrived)
+        for index in landed:
+            self._slots[index].count += 1
+            if self._keep == "gradients" and done.number < 2:
+                self._slots[index].gradients[done.number] = done.arrived[index]
+        device, dtype = self._slots[0].param.device, scalar_dtype(self._slots[0].param.device)
         n, q = self._totals(device, dtype)
         if self._keep != "gradients":
-            _add_rows(q, landed, _stack([arrived[i] for i in landed], device, dtype).square())
-        dense = [i for i in stale if _is_dense(self._slots[i].param)]
-        _set_rows(n, dense, squared_norms([_gradient(self._slots[i].param) for i in dense], device, dtype))
+            _put(q, landed, _stack([done.arrived[i] for i in landed], device, dtype).square(), add=True)
+        stale = [i for i, slot in enumerate(self._slots) if _is_dense(slot.param) and not slot.untouched()]
+        _put(n, stale, squared_norms([_gradient(self._slots[i].param) for i in stale], device, dtype), add=False)
         for i in stale:
             self._slots[i].see()
-        largest = sorted(dense, key=lambda i: self._slots[i].param.numel())[-SAMPLED:]
-        entries = squared_norms([_entries(_gradient(self._slots[i].param)) for i in largest], device, dtype)
+        largest = sorted(stale, key=lambda i: self._slots[i].param.numel())[-SAMPLED:]
+        entries = squared_norms([_entries(self._slots[i]) for i in largest], device, dtype)
         self._samples = [(self._slots[i], before) for i, before in zip(largest, entries.unbind(), strict=True)]
 
 
-def scalar_dtype(device: torch.device) -> torch.dtype:
-    """The type of the sums over time: float64 wherever the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64
+def _after_backward(callback: Any) -> None:
+    """Run this when the backward that runs now has finished, after what has been queued so far.
+
+    DistributedDataParallel queues its wait for the all-reduce in the middle of backward, so that a callback which is
+    queued by a callback runs after it.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def _ratio(now: Tensor, before: Tensor) -> Tensor:
     return torch.where(before > 0, now / before, torch.ones_like(before))
 
 
+def _scaled(gradients: dict[int, Tensor], factor: Tensor | None) -> dict[int, Tensor]:
+    """Gradients whose squares are to be multiplied by this factor."""
+    return gradients if factor is None else {i: g * factor.sqrt().to(g) for i, g in gradients.items()}
+
+
 def _gradient(param: Tensor) -> Tensor:
-    grad = param.grad
-    assert grad is not None
-    return grad
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+def _entries(slot: _Slot) -> Tensor:
+    """A few entries of a gradient, spread over it."""
+    grad = _gradient(slot.param)
+    if not grad.is_contiguous():
+        return grad.select(0, 0)
+    return grad.view(-1)[:: max(1, grad.numel() // ENTRIES)]
 
 
 def _is_dense(param: Tensor) -> bool:
     return param.grad is not None and param.grad.layout == torch.strided
 
 
-def _add_rows(vector: Tensor, rows: list[int], values: Tensor) -> None:
+def _put(vector: Tensor, rows: list[int], values: Tensor, *, add: bool) -> None:
+    """Add to or overwrite some rows."""
     if len(rows) == len(vector):
-        vector += values
-    else:
-        vector.index_add_(0, torch.tensor(rows, device=vector.device), values)
-
-
-def _set_rows(vector: Tensor, rows: list[int], values: Tensor) -> None:
-    if len(rows) == len(vector):
-        vector.copy_(values)
+        vector.add_(values) if add else vector.copy_(values)
     elif rows:
-        vector[torch.tensor(rows, device=vector.device)] = values
+        where = torch.tensor(rows, device=vector.device)
+        vector.index_add_(0, where, values) if add else vector.index_copy_(0, where, values)
 
 
 def _hook(passes: weakref.ref[BackwardPasses], index: int) -> Any:
-    @torch.utils.hooks.unserializable_hook
-    def on_gradient(gradient: Tensor) -> None:
+    def on_gradient(gradients: tuple[Tensor | None, ...]) -> None:
         recorder = passes()
         if recorder is not None:
-            recorder._measure(index, gradient)
+            recorder._measure(index, gradients[0])
 
     return on_gradient
 
 
-def _remove_all(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+def _remove_hooks(slots: list[_Slot]) -> None:
+    for slot in slots:
+        if slot.handle is not None:
+            slot.handle.remove()

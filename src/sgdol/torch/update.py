@@ -52,9 +52,10 @@ def update(
         ok: None if the draw is known to be finite; else a boolean scalar that decides on the device.
     """
     n = blocks.total(draw.n)
-    before = blocks.alpha(alpha, n)
-    after = before if alpha is not None else blocks.alpha_after(before, draw.n.sum())
-    blocks.write("alpha_learned", after, before, ok)
+    before = after = blocks.alpha(alpha, n)
+    if alpha is None:
+        blocks.learn_alpha(draw.n.sum(), ok)
+        after = blocks.alpha(alpha, n)
     if blocks.granularity == "coordinate":
         return _update_coordinates(blocks, groups, draw, learner, before, after, ok)
     u = blocks.merge(draw.u)
@@ -137,7 +138,9 @@ def _learn(
 ) -> tuple[Tensor, Tensor]:
     """The multipliers and <s, u>; the state is written to."""
     multiplier = learner.predict(state, before).clone()  # it may be the state itself
-    for field, new in zip(state, learner.observe(state, multiplier, u, n, after), strict=True):
+    observed = learner.observe(state, multiplier, u, n, after)
+    fresh = [new.clone() if any(new is old for old in state) else new for new in observed]
+    for field, new in zip(state, fresh, strict=True):
         field.copy_(new if ok is None else torch.where(ok, new, field))
     return multiplier, inner(multiplier, u)
 

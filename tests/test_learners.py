@@ -1,0 +1,441 @@
+"""Online learners: one table of them through the same properties, then each against its own definition."""
+
+import math
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgdol import reference, theory
+from sgdol.learners import FTRL, LARGEST_MULTIPLIER, Learner, OnlineGradientDescent, OptimisticFTRL
+
+EPS = np.finfo(np.float64).eps
+
+# A new learner is one line here: the learner and its first prediction.
+LEARNERS = [
+    (FTRL(), 1.0),
+    (FTRL(strength=0.0), 1.0),
+    (FTRL(strength=3.0, center=0.25), 0.25),
+    (OptimisticFTRL(), 1.0),
+    (OptimisticFTRL(strength=0.5, center=2.0), 2.0),
+    (OnlineGradientDescent(), 1.0),
+    (OnlineGradientDescent(start=0.0), 0.0),
+]
+every_learner = pytest.mark.parametrize("learner", [row[0] for row in LEARNERS], ids=repr)
+every_learner_and_its_start = pytest.mark.parametrize(("learner", "start"), LEARNERS, ids=repr)
+
+fixed = settings(deadline=None, derandomize=True, max_examples=60)
+alphas = st.floats(0.01, 100)
+signals = st.floats(-100, 100)
+lengths = st.floats(0, 100)
+runs = st.lists(st.tuples(signals, lengths), max_size=8)
+
+
+def play(learner: Learner, losses, alpha: Any, zero: Any = 0.0) -> list:
+    """The predictions before each loss and after the last."""
+    state = learner.initial(zero)
+    played = []
+    for u, n in losses:
+        played.append(learner.predict(state, alpha))
+        state = learner.observe(state, played[-1], u, n, alpha)
+    return [*played, learner.predict(state, alpha)]
+
+
+def random_losses(horizon: int, seed: int, shape: tuple[int, ...] = ()) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Losses that drive a learner to both bounds: u anywhere in [-3n - 3, 3n + 3], with quiet and loud stretches."""
+    rng = np.random.default_rng(seed)
+    pull = np.sin(np.arange(horizon) / 5)
+    losses = []
+    for t in range(horizon):
+        n = rng.exponential(size=shape) * 10.0 ** rng.integers(-2, 3)
+        losses.append((pull[t] * 3 * (n + 1) + rng.normal(size=shape), n))
+    return losses
+
+
+# All learners ---------------------------------------------------------------------------------------------------------
+
+
+@every_learner
+def test_satisfies_the_protocol(learner):
+    assert isinstance(learner, Learner)
+
+
+@every_learner
+@fixed
+@given(
+    losses=st.lists(st.tuples(st.floats(-1e100, 1e100), st.floats(0, 1e100)), max_size=8),
+    alpha=st.floats(0, 1e100),
+)
+def test_predictions_stay_in_the_range_of_the_paper(learner, losses, alpha):
+    assert all(0 <= s <= LARGEST_MULTIPLIER for s in play(learner, losses, alpha))
+
+
+@every_learner
+def test_the_losses_of_these_tests_reach_both_bounds(learner):
+    """Else the parity tests below would not notice a missing clip."""
+    played = play(learner, random_losses(60, seed=0), alpha=0.1)
+    assert min(played) == 0
+    assert max(played) == LARGEST_MULTIPLIER
+
+
+@every_learner_and_its_start
+@pytest.mark.parametrize("alpha", [0.0, 1e-3, 1.0, 7.0])
+def test_the_first_prediction_is_where_it_was_told_to_start(learner, start, alpha):
+    assert play(learner, [], alpha)[0] == pytest.approx(start, rel=4 * EPS, abs=0)
+
+
+@every_learner_and_its_start
+@pytest.mark.parametrize("library", ["python", "numpy", "torch", "jax"])
+def test_no_alpha_and_no_losses_is_no_division_by_zero(learner, start, library):
+    with namespace(library) as make, np.errstate(all="raise"):
+        zero = make(0.0)
+        silence = [(make(0.0), make(0.0))] * 2
+        assert [float(s) for s in play(learner, silence, zero, zero)] == [start] * 3
+
+
+@every_learner
+def test_a_prediction_does_not_see_its_own_loss_nor_later_ones(learner):
+    losses = random_losses(30, seed=1)
+    before = play(learner, losses, alpha=1.0)
+    for t in (0, 7, 29):
+        changed = [*losses[:t], *((-u - 1, 2 * n + 1) for u, n in losses[t:])]
+        assert play(learner, changed, alpha=1.0)[: t + 1] == before[: t + 1]
+
+
+@every_learner
+def test_observing_leaves_the_old_state_as_it_was(learner):
+    state = learner.initial(np.zeros(3))
+    for u, n in random_losses(5, seed=2, shape=(3,)):
+        s = learner.predict(state, 1.0)
+        after = learner.observe(state, s, u, n, 1.0)
+        np.testing.assert_array_equal(learner.predict(state, 1.0), s)
+        state = after
+
+
+@every_learner
+def test_arrays_are_learned_element_by_element(learner):
+    shape = (2, 3)
+    losses = random_losses(40, seed=3, shape=shape)
+    alpha = np.random.default_rng(4).exponential(size=shape)
+    together = np.array(play(learner, losses, alpha, np.zeros(shape)))
+    for c in np.ndindex(shape):
+        alone = play(learner, [(float(u[c]), float(n[c])) for u, n in losses], float(alpha[c]))
+        np.testing.assert_array_equal(together[(slice(None), *c)], alone)
+
+
+@contextmanager
+def namespace(name: str):
+    """A function that turns numbers into float64 arrays of this library."""
+    if name == "torch":
+        torch = pytest.importorskip("torch")
+        yield lambda v: torch.as_tensor(np.asarray(v))
+    elif name == "jax":
+        jax = pytest.importorskip("jax")
+        with jax.enable_x64(True):  # a context, so that other tests keep jax as they set it
+            yield jax.numpy.asarray
+    else:
+        yield {"python": float, "numpy": np.asarray}[name]
+
+
+@every_learner
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_every_array_library_learns_the_same(learner, library):
+    losses, alpha = random_losses(40, seed=5, shape=(4,)), np.array([0.1, 1.0, 5.0, 0.0])
+    expected = play(learner, losses, alpha, np.zeros(4))
+    with namespace(library) as make:
+        found = play(learner, [(make(u), make(n)) for u, n in losses], make(alpha), make(np.zeros(4)))
+        np.testing.assert_allclose([np.asarray(s) for s in found], expected, rtol=1e-12, atol=1e-12)
+
+
+@every_learner
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+def test_state_and_predictions_keep_the_kind_and_type_of_zero(learner, dtype, library):
+    with namespace(library) as make:
+        zero = make(np.zeros(2, dtype=dtype))
+        state = learner.initial(zero)
+        s = learner.predict(state, zero + 1)
+        after = learner.observe(state, s, zero + 1, zero + 2, zero + 1)
+        for value in (*state, s, *after):
+            assert type(value) is type(zero)
+            assert value.dtype == zero.dtype
+            assert value.shape == zero.shape
+
+
+# FTRL -----------------------------------------------------------------------------------------------------------------
+
+
+@fixed
+@given(losses=runs, alpha=alphas, smoothness=st.floats(0.01, 1000))
+def test_ftrl_is_the_papers_closed_form(losses, alpha, smoothness):
+    expected = reference.ftrl(*columns(losses), smoothness=smoothness, alpha=alpha)
+    found = [s / smoothness for s in play(FTRL(), losses, alpha)]
+    # The two add up in different orders, and what cancels in the sum of u is lost relative to the largest term.
+    slack = 16 * EPS * sum(abs(u) for u, _ in losses) / (smoothness * alpha)
+    np.testing.assert_allclose(found, expected, rtol=16 * EPS, atol=slack)
+
+
+@fixed
+@given(losses=runs, alpha=alphas, smoothness=st.floats(0.01, 1000))
+def test_ftrl_is_the_numerical_argmin_of_algorithm_2(losses, alpha, smoothness):
+    found = play(FTRL(), losses, alpha)[-1]
+    expected = smoothness * reference.minimise_with_ftrl(*columns(losses), smoothness=smoothness, alpha=alpha)
+    assert found == pytest.approx(expected, abs=what_values_can_tell(losses, alpha))
+
+
+@fixed
+@given(losses=runs, alpha=alphas, strength=st.floats(0.01, 100), center=st.floats(0, 2))
+def test_ftrl_minimises_its_own_regulariser_and_the_losses(losses, alpha, strength, center):
+    found = play(FTRL(strength=strength, center=center), losses, alpha)[-1]
+    expected = reference.algorithm_2(
+        lambda s: strength * alpha / 2 * (s - center) ** 2,
+        [lambda s, u=u, n=n: n * s**2 / 2 - u * s for u, n in losses],
+        low=0.0,
+        high=2.0,
+    )
+    assert found == pytest.approx(expected, abs=what_values_can_tell(losses, strength * alpha))
+
+
+@fixed
+@given(losses=st.lists(st.tuples(signals, st.floats(0.01, 100)), min_size=1, max_size=8), alpha=alphas)
+def test_ftrl_without_strength_is_follow_the_leader(losses, alpha):
+    u, n = (sum(column) for column in zip(*losses, strict=True))
+    slack = 16 * EPS * sum(abs(u) for u, _ in losses) / n
+    assert play(FTRL(strength=0.0), losses, alpha)[-1] == pytest.approx(min(max(u / n, 0), 2), rel=16 * EPS, abs=slack)
+
+
+def columns(losses) -> tuple[list[float], list[float]]:
+    return [u for u, _ in losses], [n for _, n in losses]
+
+
+def what_values_can_tell(losses, weight: float) -> float:
+    """How far from the minimiser a search that only compares values may stop.
+
+    Values of size V are known to V eps, and at a distance h from the minimiser of a parabola of curvature c they have
+    grown by c h^2 / 2: below h = sqrt(2 V eps / c) they cannot be told apart. (The square root of machine precision.)
+    Some roundings per value and both ends of the interval give the factor.
+    """
+    size = 2 * weight + sum(2 * n + 2 * abs(u) for u, n in losses)
+    curvature = weight + sum(n for _, n in losses)
+    return 4 * math.sqrt(2 * size * EPS / curvature) + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("alpha", [0.1, 10.0])
+def test_ftrl_regret_is_below_the_bound_in_the_proof_of_theorem_4(seed, alpha):
+    """On any gradients of norm at most L: the bound holds path by path, for every fixed step size."""
+    smoothness, lipschitz, horizon = 4.0, 1.5, 200
+    losses = bounded_pairs(lipschitz, horizon, seed)
+    step_sizes = np.array(play(FTRL(), losses, alpha)[:-1]) / smoothness
+    u, n = map(np.array, columns(losses))
+    for eta in np.linspace(0, 2 / smoothness, 21):
+        bound = theory.ftrl_regret_bound(eta, smoothness=smoothness, alpha=alpha, lipschitz=lipschitz, horizon=horizon)
+        assert theory.regret(step_sizes, u, n, smoothness, against=eta) <= bound
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("learner", [FTRL(), FTRL(strength=4.0, center=0.5)], ids=repr)
+def test_ftrl_regret_is_below_theorem_3(learner, seed):
+    """r(s) + sum_t l_t'(s_t)^2 / (2 (kappa alpha + sum_{j<=t} n_j)): far tighter than the bound after it."""
+    alpha, losses = 2.0, random_losses(150, seed)
+    weight = learner.strength * alpha
+    played = np.array(play(learner, losses, alpha)[:-1])
+    u, n = map(np.array, columns(losses))
+    gradients = np.sum((n * played - u) ** 2 / (weight + np.cumsum(n))) / 2
+    for s in np.linspace(0, 2, 21):
+        bound = weight / 2 * (s - learner.center) ** 2 + gradients
+        assert theory.regret(played, u, n, 1.0, against=s) <= bound * (1 + 1e-12)
+
+
+def bounded_pairs(lipschitz: float, horizon: int, seed: int) -> list[tuple[float, float]]:
+    """(u, n) of the paper's estimator from pairs of gradients on or in the ball of radius L, often opposed."""
+    rng = np.random.default_rng(seed)
+    g = rng.normal(size=(horizon, 2, 3))
+    g *= lipschitz * rng.choice([0.01, 0.5, 1.0], size=(horizon, 2, 1)) / np.linalg.norm(g, axis=-1, keepdims=True)
+    g[::3, 1] = -g[::3, 0]
+    g[1::3, 1] = g[1::3, 0] * (lipschitz / np.linalg.norm(g[1::3, 0], axis=-1, keepdims=True))
+    return [(float(a @ b), float(a @ a)) for a, b in g]
+
+
+# Optimistic FTRL ------------------------------------------------------------------------------------------------------
+
+
+@fixed
+@given(losses=runs, alpha=alphas, strength=st.floats(0.01, 100), center=st.floats(0, 2))
+def test_optimistic_ftrl_is_ftrl_that_saw_the_last_loss_twice(losses, alpha, strength, center):
+    found = play(OptimisticFTRL(strength=strength, center=center), losses, alpha)
+    for t, s in enumerate(found):
+        seen = [*losses[:t], *losses[t - 1 : t]] if t else []
+        weight = strength * alpha
+        u, n = (math.fsum(column) for column in columns(seen))
+        expected = min(max((weight * center + u) / (weight + n), 0), 2)
+        slack = 16 * EPS * sum(abs(u) for u, _ in seen) / weight
+        assert s == pytest.approx(expected, rel=16 * EPS, abs=slack)
+
+
+def test_optimistic_ftrl_has_less_regret_than_ftrl_when_losses_repeat():
+    """What the hint is for: it follows losses that change slowly with half the delay."""
+    losses = [(math.cos(t / 40) + 1, 1.0) for t in range(400)]
+    u, n = map(np.array, columns(losses))
+    plain = theory.regret(np.array(play(FTRL(), losses, 1.0)[:-1]), u, n, 1.0)
+    optimistic = theory.regret(np.array(play(OptimisticFTRL(), losses, 1.0)[:-1]), u, n, 1.0)
+    assert optimistic < plain
+
+
+# Online gradient descent ----------------------------------------------------------------------------------------------
+
+
+@fixed
+@given(losses=runs, alpha=alphas, start=st.floats(0, 2))
+def test_online_gradient_descent_is_its_formula(losses, alpha, start):
+    s, total = start, 0.0
+    for (u, n), found in zip([*losses, (0, 0)], play(OnlineGradientDescent(start=start), losses, alpha), strict=True):
+        assert found == pytest.approx(s, rel=16 * EPS, abs=16 * EPS)
+        total += n
+        s = min(max(found - (n * found - u) / (alpha + total), 0), 2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("start", [0.0, 1.0, 2.0])
+def test_online_gradient_descent_has_the_regret_of_its_proof(start, seed):
+    """alpha/2 (s_1 - s)^2 + sum_t l_t'(s_t)^2 / (2 (alpha + sum_{j<=t} n_j)) for every s in [0, 2].
+
+    Strong convexity: l_t(s_t) - l_t(s) <= l_t' (s_t - s) - n_t/2 (s_t - s)^2. A projected step of 1/A_t, A_t = A_{t-1}
+    + n_t, gives 2 l_t' (s_t - s) <= A_t ((s_t - s)^2 - (s_{t+1} - s)^2) + l_t'^2 / A_t. The sum telescopes from A_0.
+    """
+    alpha, losses = 0.5, random_losses(150, seed)
+    played = np.array(play(OnlineGradientDescent(start=start), losses, alpha)[:-1])
+    u, n = map(np.array, columns(losses))
+    gradients = np.sum((n * played - u) ** 2 / (alpha + np.cumsum(n))) / 2
+    for s in np.linspace(0, 2, 21):
+        bound = alpha / 2 * (start - s) ** 2 + gradients
+        assert theory.regret(played, u, n, 1.0, against=s) <= bound * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_online_gradient_descent_has_logarithmic_regret_on_strongly_convex_losses(seed):
+    """With n_t in [1, 2] and |u_t| <= 3, |l_t'| <= 2 * 2 + 3 = 7, and the bound above becomes, as sum 1/(alpha + t) <=
+    ln(1 + T/alpha), alpha/2 * 1^2 + 49/2 ln(1 + T/alpha): 2.9 % of the largest regret, T * 7 * 2, at T = 400.
+    """
+    rng = np.random.default_rng(seed)
+    horizon, alpha = 400, 1.0
+    n = rng.uniform(1, 2, size=horizon)
+    u = rng.uniform(-3, 3, size=horizon)
+    played = np.array(play(OnlineGradientDescent(), list(zip(u, n, strict=True)), alpha)[:-1])
+    assert theory.regret(played, u, n, 1.0) <= alpha / 2 + 49 / 2 * math.log1p(horizon / alpha)
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("learner", [FTRL, OptimisticFTRL])
+@pytest.mark.parametrize("strength", [-1.0, math.inf, math.nan])
+def test_a_bad_strength_is_refused(learner, strength):
+    with pytest.raises(ValueError, match=rf"strength must be finite and at least 0, got {strength}"):
+        learner(strength=strength)
+
+
+@pytest.mark.parametrize("learner", [FTRL, OptimisticFTRL])
+@pytest.mark.parametrize("center", [-0.1, 2.1, math.nan])
+def test_a_bad_center_is_refused(learner, center):
+    with pytest.raises(ValueError, match=rf"center must be in \[0, 2\], got {center}"):
+        learner(center=center)
+
+
+@pytest.mark.parametrize("start", [-0.1, 2.1, math.nan])
+def test_a_bad_start_is_refused(start):
+    with pytest.raises(ValueError, match=rf"start must be in \[0, 2\], got {start}"):
+        OnlineGradientDescent(start=start)
+
+
+# A learner of one's own -----------------------------------------------------------------------------------------------
+
+
+class Memory(NamedTuple):
+    multiplier: Any
+
+
+class Halving:
+    """A user's learner: half of the multiplier before, whatever the losses."""
+
+    def initial(self, zero):
+        return Memory(zero + 1)
+
+    def predict(self, state, alpha):
+        return state.multiplier
+
+    def observe(self, state, multiplier, u, n, alpha):
+        return Memory(multiplier / 2)
+
+
+def driven(learner: Any, granularity: str, steps: int):
+    torch = pytest.importorskip("torch")
+    from sgdol import SGDOL
+
+    x = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    opt = SGDOL([x], lr=0.5, learner=learner, granularity=granularity)
+    for t in range(steps):
+        for g in ([1.0, 1.0], [3.0, -1.0]):  # the mean is (2, 0), and it doubles with every step
+            (2**t * x @ torch.tensor(g, dtype=torch.float64) / 2).backward()
+        opt.step()
+        opt.zero_grad()
+    return x, opt
+
+
+def test_a_class_with_the_three_methods_is_a_learner():
+    assert isinstance(Halving(), Learner)
+
+
+@pytest.mark.parametrize("granularity", ["global", "group", "tensor", "coordinate"])
+def test_a_learner_of_ones_own_drives_the_optimizer(granularity):
+    x, opt = driven(Halving(), granularity, steps=3)
+    assert x.tolist() == [-0.5 * 2 * (1 + 0.5 * 2 + 0.25 * 4), 0.0]
+    assert float(opt.param_groups[0]["step_size"]) == 0.5 * 0.25
+
+
+class Register(NamedTuple):
+    last: Any
+    previous: Any
+
+
+class Delayed(Halving):
+    """The same one step later: a state whose fields move from one to the next."""
+
+    def initial(self, zero):
+        return Register(zero + 1, zero + 1)
+
+    def predict(self, state, alpha):
+        return state.previous
+
+    def observe(self, state, multiplier, u, n, alpha):
+        return Register(state.last / 2, state.last)
+
+
+@pytest.mark.parametrize("granularity", ["global", "group", "tensor", "coordinate"])
+def test_a_learner_may_move_one_field_of_its_state_to_another(granularity):
+    x, _ = driven(Delayed(), granularity, steps=3)
+    assert x.tolist() == [-0.5 * 2 * (1 + 1 * 2 + 0.5 * 4), 0.0]
+
+
+@pytest.mark.parametrize("granularity", ["global", "group", "tensor", "coordinate"])
+@every_learner
+def test_every_learner_plays_in_the_optimizer_what_it_plays_by_itself(learner, granularity):
+    # (u, n, alpha) of the whole, and of the first coordinate, which is the only one that moves.
+    u, n, alpha = (3.0, 4.0, 2.0) if granularity == "coordinate" else (2.0, 4.0, 4.0)
+    expected = play(learner, [(4**t * u, 4**t * n) for t in range(3)], alpha)[-1]
+    _, opt = driven(learner, granularity, steps=4)
+    assert float(opt.param_groups[0]["step_size"]) == pytest.approx(0.5 * expected, rel=1e-14, abs=0)
+
+
+def test_what_is_no_learner_is_refused_by_the_optimizer():
+    with pytest.raises(TypeError, match=r"learner must be an object with initial, predict and observe"):
+        driven(object(), "global", steps=0)
+
+
+def test_the_state_of_a_learner_of_ones_own_can_be_loaded_again():
+    _, opt = driven(Halving(), "global", steps=2)
+    _, new = driven(Halving(), "global", steps=0)
+    new.load_state_dict(opt.state_dict())

@@ -1,0 +1,181 @@
+"""Averages of the iterates, through torch's AveragedModel as users do."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from sgdol.torch import polynomial_average, random_iterate
+
+
+class Two(torch.nn.Module):
+    """A matrix and a scalar, to see that all parameters are treated alike."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.zeros(2, 3, dtype=dtype))
+        self.scalar = torch.nn.Parameter(torch.zeros((), dtype=dtype))
+
+    def become(self, value: float) -> None:
+        with torch.no_grad():
+            self.matrix.fill_(value)
+            self.scalar.fill_(-value)
+
+
+def averaged(values, avg_fn, dtype: torch.dtype = torch.float64) -> AveragedModel:
+    """The averaged model after iterates that are ``value`` (and its negative) everywhere."""
+    model = Two(dtype)
+    average = AveragedModel(model, avg_fn=avg_fn)
+    for value in values:
+        model.become(value)
+        average.update_parameters(model)
+    return average
+
+
+def everything(average: AveragedModel) -> np.ndarray:
+    """All entries; the scalar's sign is turned back."""
+    return np.append(average.module.matrix.detach().numpy().ravel(), -average.module.scalar.item())
+
+
+def iterates(count: int) -> list[float]:
+    return np.random.default_rng(0).normal(size=count).tolist()
+
+
+# Polynomial averages --------------------------------------------------------------------------------------------------
+
+
+def weights_of_the_recursion(power: float, count: int) -> list[float]:
+    """x_bar_t = (1 - w_t) x_bar_{t-1} + w_t x_t gives iterate t the weight w_t prod_{j>t} (1 - w_j)."""
+    w = [min(1.0, (power + 1) / (t + power)) for t in range(1, count + 1)]
+    return [w[t] * math.prod(1 - w_j for w_j in w[t + 1 :]) for t in range(count)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 20])
+@pytest.mark.parametrize("power", [1.0, 2.5, 8.0])
+def test_a_polynomial_average_is_the_weighted_mean_of_its_recursion(power, count):
+    values = iterates(count)
+    expected = np.dot(weights_of_the_recursion(power, count), values)
+    np.testing.assert_allclose(everything(averaged(values, polynomial_average(power))), expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 20])
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.5, 8.0])
+def test_a_polynomial_average_is_the_weighted_mean_in_single_precision(power, count):
+    values = iterates(count)
+    expected = np.dot(weights_of_the_recursion(power, count), values)
+    found = everything(averaged(values, polynomial_average(power), torch.float32))
+    # 20 updates of numbers of order one, each with three roundings of 6e-8.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("power", [0, 1, 2, 5])
+def test_the_weights_of_an_integer_power_are_rising_factorials(power):
+    """Iterate t has a weight in proportion to t (t + 1) ... (t + a - 1), which is about t^a."""
+    count = 12
+    rising = [math.prod(range(t, t + power)) for t in range(1, count + 1)]
+    expected = np.array(rising) / sum(rising)
+    np.testing.assert_allclose(weights_of_the_recursion(power, count), expected, rtol=1e-13)
+    for t in range(count):  # the weight that iterate t really gets
+        unit = [float(t == j) for j in range(count)]
+        found = everything(averaged(unit, polynomial_average(power)))
+        np.testing.assert_allclose(found, expected[t], rtol=1e-13)
+
+
+def test_power_0_is_the_uniform_mean():
+    values = iterates(20)
+    np.testing.assert_allclose(
+        everything(averaged(values, polynomial_average(0))), sum(values) / 20, rtol=0, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize("power", [0.0, 8.0])
+def test_the_average_of_equal_iterates_is_that_iterate(power):
+    np.testing.assert_array_equal(everything(averaged([0.3] * 50, polynomial_average(power))), 0.3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_averages_keep_the_type_of_the_parameters(dtype):
+    average = averaged(iterates(3), polynomial_average(2), dtype)
+    assert {p.dtype for p in average.module.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize("power", [-1.0, math.inf, math.nan])
+def test_a_bad_power_is_refused(power):
+    with pytest.raises(ValueError, match=rf"power must be finite and at least 0, got {power}"):
+        polynomial_average(power)
+
+
+# The uniformly random iterate -----------------------------------------------------------------------------------------
+
+
+def drawn(seed: int, count: int) -> int:
+    """Which of the iterates 1, ..., count is held in the end."""
+    found = everything(averaged([float(t) for t in range(1, count + 1)], random_iterate(seed)))
+    assert len(set(found)) == 1, "parameters hold different iterates"
+    return int(found[0])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_all_parameters_hold_the_same_iterate(seed):
+    drawn(seed, count=15)
+
+
+def test_the_held_iterate_is_one_of_those_seen():
+    values = iterates(10)
+    assert everything(averaged(values, random_iterate(3)))[0] in values
+
+
+def test_the_first_iterate_is_held_when_it_is_the_only_one():
+    assert {drawn(seed, count=1) for seed in range(20)} == {1}
+
+
+def test_the_held_iterate_is_uniform():
+    # Pearson's chi-square with 5 degrees of freedom: above 20.52 with probability 0.1 % if uniform. The seeds are
+    # fixed, so it never fails by chance.
+    counts = np.bincount([drawn(seed, count=6) for seed in range(600)], minlength=7)[1:]
+    assert np.sum((counts - 100) ** 2 / 100) < 20.52
+
+
+def test_the_held_iterate_is_uniform_at_every_moment_of_a_longer_run():
+    """The same threshold at 2 and 4 iterates (1 and 3 degrees of freedom: 10.83 and 16.27 at 0.1 %)."""
+    for count, threshold in ((2, 10.83), (4, 16.27)):
+        counts = np.bincount([drawn(seed, count) for seed in range(400)], minlength=count + 1)[1:]
+        assert np.sum((counts - 400 / count) ** 2 / (400 / count)) < threshold
+
+
+def test_the_same_seed_holds_the_same_iterate():
+    assert [drawn(seed, count=30) for seed in range(5)] == [drawn(seed, count=30) for seed in range(5)]
+
+
+def test_different_seeds_hold_different_iterates():
+    assert len({drawn(seed, count=100) for seed in range(10)}) > 5
+
+
+def test_the_draw_does_not_touch_the_global_generators():
+    """An average must not change the training that it watches."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    drawn(0, count=5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_resumed_draw_holds_what_an_uninterrupted_one_does():
+    values = [float(t) for t in range(1, 41)]
+    first = averaged(values[:17], random_iterate(2))
+    model = Two()
+    second = AveragedModel(model, avg_fn=random_iterate(2))
+    second.load_state_dict(first.state_dict())
+    for value in values[17:]:
+        model.become(value)
+        second.update_parameters(model)
+    assert everything(second)[0] == drawn(2, count=40)
+
+
+def test_the_held_iterate_does_not_move_with_the_model():
+    """The function hands out a copy, not the parameter that the optimizer goes on to change."""
+    current = torch.ones(3)
+    held = random_iterate(0)(torch.zeros(3), current, 0)
+    current.add_(1)
+    assert held.tolist() == [1.0, 1.0, 1.0]

@@ -1,0 +1,424 @@
+"""Properties of the optimizer on arbitrary gradients, in float64."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from sgdol import SGDOL
+from sgdol.learners import FTRL, OnlineGradientDescent, OptimisticFTRL
+
+GRANULARITIES = ["global", "group", "tensor", "coordinate"]
+D = 6
+LR = 0.125
+
+
+def examples(count: int):
+    """The same ones in every run; fewer where a test is parametrized as well, for the sake of its time."""
+    return settings(deadline=None, derandomize=True, max_examples=count)
+
+
+estimators = st.sampled_from(["symmetric", "paper"])
+granularities = st.sampled_from(GRANULARITIES)
+every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
+every_estimator = pytest.mark.parametrize("estimator", ["symmetric", "paper"])
+every_source = pytest.mark.parametrize("source", ["microbatches", "alternating"])
+ignore_identical = pytest.mark.filterwarnings("ignore:SGDOL was given the same gradient twice")
+
+
+@st.composite
+def noises(draw, horizons=(1, 8), ks=(2, 4), largest=10.0, d=D):
+    """Arrays of shape (T, k, D). Between 0 and 1e-100 nothing: squares of less would leave the normal numbers."""
+    shape = (draw(st.integers(*horizons)), draw(st.integers(*ks)), d)
+    elements = st.floats(-largest, largest).map(lambda v: v if abs(v) > 1e-100 else 0.0)
+    return draw(hnp.arrays(np.float64, shape, elements=elements))
+
+
+@st.composite
+def moderate(draw, horizons=(1, 8), ks=(2, 4)):
+    """Gaussian noise of any level, loud or silent: for comparisons to rounding, where mixed magnitudes would only
+    measure conditioning.
+    """
+    shape = (draw(st.integers(*horizons)), draw(st.integers(*ks)), D)
+    level = draw(st.sampled_from([0.0, 0.1, 1.0, 10.0]))
+    return level * np.random.default_rng(draw(st.integers(0, 10**6))).normal(size=shape)
+
+
+def objective(x: torch.Tensor, noise: np.ndarray) -> torch.Tensor:
+    """A quadratic with curvatures 1/4 to 4 and a linear noise term: its gradient depends on x."""
+    curvature = torch.tensor([0.25, 0.5, 1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    center = torch.tensor([1.0, -1.0, 0.5, 2.0, -0.5, 0.0], dtype=torch.float64)
+    return (curvature * (x - center) ** 2).sum() / 2 + (torch.from_numpy(noise) * x).sum()
+
+
+class Problem:
+    """Six numbers in some tensors and groups, the optimizer of them, and what a training loop does with both.
+
+    Args:
+        cuts: where to cut the six numbers into tensors.
+        groups: how many groups the tensors are dealt out to, in order.
+        f_scale: a, the loss is a f(x / b).
+        x_scale: b.
+        source: ``"microbatches"`` (k backward passes and one step) or ``"alternating"`` (a step after each).
+        divide: divide the loss by the number of microbatches, as one does.
+        options: those of the optimizer.
+    """
+
+    def __init__(
+        self, *, cuts=(2, 3), groups=1, f_scale=1.0, x_scale=1.0, source="microbatches", divide=True, **options
+    ):
+        self.f_scale, self.x_scale, self.source, self.divide = f_scale, x_scale, source, divide
+        start = x_scale * torch.linspace(-2, 2, D, dtype=torch.float64)
+        self.params = [torch.nn.Parameter(part.clone()) for part in torch.tensor_split(start, list(cuts))]
+        self.options = options
+        self.dealt = [
+            [i for i in range(len(self.params)) if i * groups // len(self.params) == g] for g in range(groups)
+        ]
+        self.opt = self.optimizer()
+
+    def optimizer(self) -> SGDOL:
+        return SGDOL([{"params": [self.params[i] for i in dealt]} for dealt in self.dealt if dealt], **self.options)
+
+    @property
+    def x(self) -> np.ndarray:
+        return torch.cat([p.detach() for p in self.params]).numpy().copy()
+
+    def passes(self, step: np.ndarray) -> list[tuple[np.ndarray, float, bool]]:
+        """(noise, weight, whether a step follows) of each backward pass of one round."""
+        if self.source == "alternating":
+            return [(noise, 1.0, True) for noise in step[:2]]
+        weight = 1 / len(step) if self.divide else 1.0
+        return [(noise, weight, i == len(step) - 1) for i, noise in enumerate(step)]
+
+    def backward(self, noise: np.ndarray, weight: float) -> None:
+        (weight * self.f_scale * objective(torch.cat(self.params) / self.x_scale, noise)).backward()
+
+    def step(self) -> None:
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def run(self, gradients: np.ndarray) -> np.ndarray:
+        """The iterates, in the units of x rather than of b x."""
+        iterates = []
+        for round_ in gradients:
+            for noise, weight, then_step in self.passes(round_):
+                self.backward(noise, weight)
+                if then_step:
+                    self.step()
+            iterates.append(self.x / self.x_scale)
+        return np.array(iterates)
+
+    def step_sizes(self) -> list[float]:
+        return [float(group["step_size"]) for group in self.opt.param_groups]
+
+
+def run(gradients: np.ndarray, **options) -> np.ndarray:
+    return Problem(**{"lr": LR, **options}).run(gradients)
+
+
+def close(one: np.ndarray, other: np.ndarray, tolerance: float) -> None:
+    """Equal up to a fraction of the largest number on the way."""
+    np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * max(1.0, np.abs(one).max()))
+
+
+# The range of the step size -------------------------------------------------------------------------------------------
+
+
+@every_granularity
+@every_estimator
+@ignore_identical
+@examples(10)
+@given(gradients=noises(horizons=(1, 6), largest=1e100), lr=st.floats(1e-3, 1e3), alpha=st.sampled_from([None, 1.0]))
+def test_step_sizes_are_at_least_0_and_at_most_twice_lr(estimator, granularity, gradients, lr, alpha):
+    """Of each coordinate, measured: the parameters are put to 0 before every step, so that x = -eta d after it."""
+    params = [torch.nn.Parameter(torch.zeros(s, dtype=torch.float64)) for s in (2, 1, 3)]
+    opt = SGDOL([{"params": params[:1]}, {"params": params[1:]}], lr, alpha=alpha, estimator=estimator,
+                granularity=granularity)  # fmt: skip
+    for step in gradients:
+        for p in params:
+            p.data.zero_()
+        for g in step:
+            (torch.cat(params) @ torch.from_numpy(g)).backward()
+        direction = torch.cat([p.grad for p in params]) if estimator == "symmetric" else len(step) * step[0]
+        opt.step()
+        opt.zero_grad()
+        moved = torch.cat([p.detach() for p in params]).numpy()
+        direction = np.asarray(direction)
+        eta = -moved[direction != 0] / direction[direction != 0]
+        assert np.all(eta >= 0)
+        assert np.all(eta <= 2 * lr * (1 + 1e-14))
+        for group in opt.param_groups:  # a root mean square for the finer granularities: some roundings
+            assert 0 <= float(group["step_size"]) <= 2 * lr * (1 + 1e-14)
+
+
+@every_granularity
+@ignore_identical
+@examples(10)
+@given(gradients=noises(largest=1e100))
+def test_the_symmetric_step_size_is_at_most_lr(granularity, gradients):
+    """u <= n for the mean of k gradients, by Cauchy-Schwarz: with FTRL the step never grows beyond 1/M."""
+    problem = Problem(lr=LR, granularity=granularity, groups=2)
+    for step in gradients:
+        problem.run(step[None])
+        assert max(problem.step_sizes()) <= LR * (1 + 1e-12)
+
+
+# Equivariance ---------------------------------------------------------------------------------------------------------
+
+configurations = st.fixed_dictionaries(
+    {
+        "granularity": granularities,
+        "estimator": estimators,
+        "momentum": st.sampled_from([0.0, 0.9]),
+        "source": st.sampled_from(["microbatches", "alternating"]),
+        "groups": st.sampled_from([1, 2]),
+    }
+)
+powers_of_two = st.sampled_from([2.0**-7, 0.5, 2.0, 2.0**5])
+factors = st.floats(0.01, 100)
+
+
+@ignore_identical
+@examples(25)
+@given(gradients=moderate(), a=powers_of_two, configuration=configurations)
+def test_scaling_the_objective_by_a_power_of_two_changes_no_bit(gradients, a, configuration):
+    plain = run(gradients, **configuration)
+    scaled = run(gradients, f_scale=a, lr=LR / a, **configuration)
+    np.testing.assert_array_equal(scaled, plain)
+
+
+@ignore_identical
+@examples(25)
+@given(gradients=moderate(), a=factors, configuration=configurations)
+def test_scaling_the_objective_changes_nothing_but_rounding(gradients, a, configuration):
+    close(run(gradients, f_scale=a, lr=LR / a, **configuration), run(gradients, **configuration), 1e-10)
+
+
+@ignore_identical
+@examples(25)
+@given(gradients=moderate(), b=powers_of_two, configuration=configurations)
+def test_scaling_the_parameters_by_a_power_of_two_changes_no_bit(gradients, b, configuration):
+    plain = run(gradients, **configuration)
+    scaled = run(gradients, x_scale=b, lr=LR * b**2, **configuration)
+    np.testing.assert_array_equal(scaled, plain)
+
+
+@ignore_identical
+@examples(25)
+@given(gradients=moderate(), b=factors, configuration=configurations)
+def test_scaling_the_parameters_changes_nothing_but_rounding(gradients, b, configuration):
+    close(run(gradients, x_scale=b, lr=LR * b**2, **configuration), run(gradients, **configuration), 1e-10)
+
+
+@every_estimator
+@ignore_identical
+@examples(15)
+@given(gradients=moderate(), granularity=granularities, alpha=st.sampled_from([None, 1.0]))
+def test_dividing_the_loss_by_the_number_of_microbatches_or_not_is_only_a_scale(
+    estimator, gradients, granularity, alpha
+):
+    """lr in the units of the sum is 1/k, and alpha k^2, of what they are in the units of the mean."""
+    k = gradients.shape[1]
+    configuration = {"granularity": granularity, "estimator": estimator}
+    mean = run(gradients, alpha=alpha, **configuration)
+    total = run(gradients, lr=LR / k, alpha=None if alpha is None else alpha * k**2, divide=False, **configuration)
+    close(total, mean, 1e-10)
+
+
+@ignore_identical
+@examples(20)
+@given(gradients=moderate(), configuration=configurations)
+def test_maximizing_is_minimizing_the_negative(gradients, configuration):
+    descent = run(gradients, **configuration)
+    ascent = run(gradients, f_scale=-1.0, maximize=True, **configuration)
+    np.testing.assert_array_equal(ascent, descent)
+
+
+# What is one tensor, one group, one order -----------------------------------------------------------------------------
+
+
+@every_estimator
+@every_source
+@ignore_identical
+@examples(8)
+@given(
+    gradients=moderate(),
+    cuts=st.sets(st.integers(1, D - 1)).map(sorted),
+    momentum=st.sampled_from([0.0, 0.9]),
+    alpha=st.sampled_from([None, 1.0]),
+)
+def test_cutting_a_tensor_into_several_changes_nothing_under_global(
+    source, estimator, gradients, cuts, momentum, alpha
+):
+    options = {"estimator": estimator, "source": source, "momentum": momentum, "alpha": alpha, "weight_decay": 0.01}
+    close(run(gradients, cuts=cuts, **options), run(gradients, cuts=(), **options), 1e-12)
+
+
+@every_estimator
+@every_source
+@ignore_identical
+@examples(8)
+@given(
+    gradients=moderate(),
+    groups=st.integers(2, 3),
+    momentum=st.sampled_from([0.0, 0.9]),
+    alpha=st.sampled_from([None, 1.0]),
+)
+def test_cutting_a_group_into_several_of_the_same_lr_changes_nothing_under_global(
+    source, estimator, gradients, groups, momentum, alpha
+):
+    options = {"estimator": estimator, "source": source, "momentum": momentum, "alpha": alpha, "weight_decay": 0.01}
+    close(run(gradients, groups=groups, **options), run(gradients, groups=1, **options), 1e-12)
+
+
+@every_granularity
+@ignore_identical
+@examples(8)
+@given(gradients=moderate(ks=(2, 5)), seed=st.integers(0, 100), momentum=st.sampled_from([0.0, 0.9]))
+def test_the_order_of_microbatches_changes_nothing_for_the_symmetric_estimator(granularity, gradients, seed, momentum):
+    order = np.random.default_rng(seed)
+    shuffled = np.stack([step[order.permutation(len(step))] for step in gradients])
+    options = {"granularity": granularity, "momentum": momentum}
+    close(run(shuffled, **options), run(gradients, **options), 1e-12)
+
+
+@every_granularity
+@every_estimator
+@every_source
+@ignore_identical
+@examples(4)
+@given(first=moderate(horizons=(1, 12), ks=(1, 1)), k=st.integers(2, 5), alpha=st.sampled_from([None, 1e-3, 10.0]))
+def test_without_noise_the_step_size_is_lr(source, estimator, granularity, first, k, alpha):
+    gradients = np.repeat(first, k, axis=1)
+    problem = Problem(lr=LR, granularity=granularity, estimator=estimator, source=source, alpha=alpha, groups=2)
+    for step in gradients:
+        problem.run(step[None])
+        # u = n but for a few roundings of each product, over at most 12 rounds.
+        assert problem.step_sizes() == pytest.approx([LR] * 2, rel=1e-13, abs=0)
+
+
+@every_granularity
+@every_estimator
+@every_source
+@ignore_identical
+@examples(4)
+@given(gradients=moderate(), momentum=st.sampled_from([0.0, 0.9]), weight_decay=st.sampled_from([0.0, 0.1]))
+def test_foreach_and_the_loop_over_tensors_agree(source, estimator, granularity, gradients, momentum, weight_decay):
+    options = {
+        "granularity": granularity,
+        "estimator": estimator,
+        "source": source,
+        "momentum": momentum,
+        "weight_decay": weight_decay,
+        "groups": 2,
+    }
+    # x - (eta d) and a fused x - eta d differ by one rounding of each step.
+    close(run(gradients, foreach=True, **options), run(gradients, foreach=False, **options), 1e-13)
+
+
+# Saving and resuming --------------------------------------------------------------------------------------------------
+
+
+def through_a_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@every_granularity
+@every_estimator
+@ignore_identical
+@examples(8)
+@given(
+    gradients=moderate(horizons=(2, 6)),
+    source=st.sampled_from(["microbatches", "alternating"]),
+    moment=st.floats(0, 1, exclude_max=True),
+    momentum=st.sampled_from([0.0, 0.9]),
+    alpha=st.sampled_from([None, 1.0]),
+    learner=st.sampled_from([None, FTRL(strength=2.0)]),
+)
+def test_a_saved_and_reloaded_optimizer_goes_on_bit_for_bit(
+    estimator, granularity, gradients, source, moment, momentum, alpha, learner
+):
+    options = {
+        "lr": LR,
+        "granularity": granularity,
+        "estimator": estimator,
+        "source": source,
+        "momentum": momentum,
+        "alpha": alpha,
+        "learner": learner,
+        "groups": 2,
+    }
+    check_resuming(gradients, moment, options)
+
+
+@pytest.mark.parametrize("learner", [OptimisticFTRL(), OnlineGradientDescent()], ids=repr)
+@pytest.mark.parametrize("granularity", ["global", "group", "tensor", "coordinate"])
+@every_source
+def test_learners_with_more_state_go_on_bit_for_bit_too(source, granularity, learner):
+    gradients = np.random.default_rng(0).normal(size=(6, 2, D))
+    for moment in (0.3, 0.4, 0.7):
+        check_resuming(
+            gradients, moment, {"lr": LR, "granularity": granularity, "source": source, "learner": learner, "groups": 2}
+        )
+
+
+def check_resuming(gradients: np.ndarray, moment: float, options: dict) -> None:
+    """Save at this fraction of the run, load into a new optimizer, go on, and compare with a run that did not stop."""
+    through, resumed = Problem(**options), Problem(**options)
+    rounds = [p for step in gradients for p in through.passes(step)]
+    steps = [i + 1 for i, (_, _, then_step) in enumerate(rounds) if then_step]
+    stop = [0, *steps][int(moment * (len(steps) + 1))]
+    for problem, passes in ((through, rounds), (resumed, rounds[:stop])):
+        for noise, weight, then_step in passes:
+            problem.backward(noise, weight)
+            if then_step:
+                problem.step()
+    saved = through_a_file({"params": [p.detach() for p in resumed.params], "opt": resumed.opt.state_dict()})
+    again = Problem(**options)
+    again.opt.load_state_dict(saved["opt"])
+    for p, value in zip(again.params, saved["params"], strict=True):
+        p.data.copy_(value)
+    for noise, weight, then_step in rounds[stop:]:
+        again.backward(noise, weight)
+        if then_step:
+            again.step()
+    np.testing.assert_array_equal(again.x, through.x)
+    assert same(again.opt.state_dict(), through.opt.state_dict())
+
+
+@every_estimator
+@every_granularity
+def test_the_moments_at_which_the_test_above_saves_include_the_middle_of_a_pair(estimator, granularity):
+    problem = Problem(lr=LR, estimator=estimator, granularity=granularity, source="alternating")
+    problem.backward(np.ones(D), 1.0)
+    problem.step()
+    assert problem.opt.pending
+    assert through_a_file(problem.opt.state_dict())["param_groups"][0]["pending"]
+
+
+@every_estimator
+@ignore_identical
+@examples(12)
+@given(gradients=moderate(horizons=(2, 6)), granularity=granularities)
+def test_microbatches_and_alternating_steps_are_the_same_algorithm(estimator, gradients, granularity):
+    """Two backward passes and one step, or two of each: the same gradients at the same points."""
+    pairs = gradients[:, :2]
+    options = {"estimator": estimator, "granularity": granularity}
+    close(run(pairs, source="alternating", **options), run(pairs, source="microbatches", **options), 1e-12)
