@@ -1,8 +1,8 @@
 """DistributedDataParallel with gloo: equality over ranks to the bit, with one process to rounding."""
 
-import copy
 import itertools
-from pathlib import Path
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -46,54 +46,44 @@ def single_process(world: int, microbatches: int, clip: float | None, options: d
     return [p.detach() for p in net.parameters()], step_sizes
 
 
-def worker(rank: int, world: int, folder: str, microbatches: int, clip: float | None, ddp: dict, options: dict) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    try:
-        net = DistributedDataParallel(model(), **ddp)
-        opt = SGDOL(net.parameters(), lr=0.1, **options)
-        reduced: list[int] = []
-        all_reduce = dist.all_reduce
+def train(rank: int, world: int, microbatches: int = 1, clip: float | None = None, ddp=None, **options) -> dict:
+    net = DistributedDataParallel(model(), **(ddp or {}))
+    opt = SGDOL(net.parameters(), lr=0.1, **options)
+    reduced: list[int] = []
+    all_reduce = dist.all_reduce
 
-        def counted(tensor, *args, **kwargs):
-            reduced.append(tensor.numel())
-            return all_reduce(tensor, *args, **kwargs)
+    def counted(tensor, *args, **kwargs):
+        reduced.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
 
-        dist.all_reduce = counted
-        step_sizes = []
+    step_sizes = []
+    with mock.patch.object(dist, "all_reduce", counted):
         for step in range(STEPS):
             mine = batches(step, world * microbatches)[rank::world]
             for i, x in enumerate(mine):
-                value = objective(net, x) / microbatches
-                if i + 1 < microbatches:
-                    with net.no_sync():
-                        objective_again = objective(net, x) / microbatches
-                        objective_again.backward()
-                else:
-                    value.backward()
+                with nullcontext() if i + 1 == microbatches else net.no_sync():
+                    (objective(net, x) / microbatches).backward()
             if clip:
                 torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
             opt.step()
             opt.zero_grad()
             step_sizes.append(float(opt.param_groups[0]["step_size"]))
-        dist.all_reduce = all_reduce
-        torch.save(
-            {
-                "params": [p.detach().clone() for p in net.parameters()],
-                "state": opt.state_dict(),
-                "step_sizes": step_sizes,
-                "reduced": reduced,
-                "gradients": opt.diagnostics()["gradients"],
-            },
-            f"{folder}/{rank}.pt",
-        )
+    return {
+        "params": [p.detach().clone() for p in net.parameters()],
+        "state": opt.state_dict(),
+        "step_sizes": step_sizes,
+        "reduced": reduced,
+        "gradients": opt.diagnostics()["gradients"],
+    }
+
+
+def worker(rank: int, world: int, folder: str, cases: dict[str, dict]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    try:
+        torch.save({name: train(rank, world, **case) for name, case in cases.items()}, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
-
-
-def run(tmp_path: Path, world: int, microbatches=1, clip=None, ddp=None, **options) -> list[dict]:
-    mp.spawn(worker, (world, str(tmp_path), microbatches, clip, ddp or {}, options), nprocs=world)
-    return [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
 def tensors(tree) -> list[torch.Tensor]:
@@ -108,29 +98,53 @@ def tensors(tree) -> list[torch.Tensor]:
 
 SIZE = sum(p.numel() for p in model().parameters())
 
-CASES = [
-    pytest.param(2, {}, 1, id="global, 2 ranks"),
-    pytest.param(4, {"clip": 0.5}, 1, id="global, 4 ranks, clipped"),
-    pytest.param(2, {"microbatches": 2}, 1, id="global, 2 ranks with 2 microbatches each"),
-    pytest.param(
-        2, {"ddp": {"gradient_as_bucket_view": True}, "microbatches": 2, "clip": 0.5}, 1, id="bucket views, clipped"
-    ),
-    pytest.param(2, {"granularity": "tensor", "momentum": 0.9}, 4, id="tensor, momentum"),
-    pytest.param(2, {"granularity": "coordinate", "weight_decay": 0.1}, SIZE + 4, id="coordinate"),
-]
+CASES: dict[int, dict[str, tuple[dict, int]]] = {
+    2: {
+        "global": ({}, 1),
+        "global, two microbatches on each rank": ({"microbatches": 2}, 1),
+        "bucket views, clipped": ({"ddp": {"gradient_as_bucket_view": True}, "microbatches": 2, "clip": 0.5}, 1),
+        "tensor, momentum": ({"granularity": "tensor", "momentum": 0.9}, 4),
+        "coordinate": ({"granularity": "coordinate", "weight_decay": 0.1}, SIZE + 4),
+    },
+    4: {
+        "global, clipped": ({"clip": 0.5}, 1),
+        "coordinate": ({"granularity": "coordinate"}, SIZE + 4),
+    },
+}
+"""For each number of ranks: the settings of a run, and how many numbers it may communicate in a step."""
 
 
-@pytest.mark.parametrize(("world", "settings", "numbers"), CASES)
-def test_ranks_are_independent_gradients(tmp_path, world, settings, numbers):
-    ranks = run(tmp_path, world, **copy.deepcopy(settings))
-    for other in ranks[1:]:
-        for a, b in zip(tensors(ranks[0]), tensors(other), strict=True):
-            assert torch.equal(a, b)
-    options = {k: v for k, v in settings.items() if k not in ("microbatches", "clip", "ddp")}
-    microbatches = settings.get("microbatches", 1)
-    params, step_sizes = single_process(world, microbatches, settings.get("clip"), options)
-    assert ranks[0]["gradients"] == world * microbatches
-    torch.testing.assert_close(ranks[0]["params"], params, rtol=1e-10, atol=1e-12)
-    assert ranks[0]["step_sizes"] == pytest.approx(step_sizes, rel=1e-10)
-    assert step_sizes[-1] < 0.99 * step_sizes[0]  # there is noise to be seen
-    assert ranks[0]["reduced"] == [numbers] * STEPS
+@pytest.fixture(scope="module", params=list(CASES))
+def results(request, tmp_path_factory) -> tuple[int, list[dict]]:
+    """All runs of one world size in one set of processes: starting them is what takes the time."""
+    world, folder = request.param, tmp_path_factory.mktemp("ddp")
+    cases = {name: settings for name, (settings, _) in CASES[world].items()}
+    mp.spawn(worker, (world, str(folder), cases), nprocs=world)
+    return world, [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def test_all_ranks_hold_the_same_bits(results):
+    world, ranks = results
+    for name in CASES[world]:
+        for other in ranks[1:]:
+            for a, b in zip(tensors(ranks[0][name]), tensors(other[name]), strict=True):
+                assert torch.equal(a, b), name
+
+
+def test_ranks_are_the_microbatches_of_one_process(results):
+    world, ranks = results
+    for name, (settings, _) in CASES[world].items():
+        options = {k: v for k, v in settings.items() if k not in ("microbatches", "clip", "ddp")}
+        microbatches = settings.get("microbatches", 1)
+        params, step_sizes = single_process(world, microbatches, settings.get("clip"), options)
+        found = ranks[0][name]
+        assert found["gradients"] == world * microbatches, name
+        torch.testing.assert_close(found["params"], params, rtol=1e-10, atol=1e-12)
+        assert found["step_sizes"] == pytest.approx(step_sizes, rel=1e-10), name
+        assert step_sizes[-1] < 0.99 * step_sizes[0], "there is no noise to be seen"
+
+
+def test_the_extra_communication_is_one_small_sum(results):
+    world, ranks = results
+    for name, (_, numbers) in CASES[world].items():
+        assert ranks[0][name]["reduced"] == [numbers] * STEPS, name

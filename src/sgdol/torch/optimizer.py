@@ -134,7 +134,7 @@ class SGDOL(Optimizer):
             "foreach": foreach,
         }
         _check_options(defaults)
-        self._warned = False
+        self._warned: tuple[str, ...] = ()
         self._passes: BackwardPasses | None = None
         self._ranks: Ranks | None = None
         self._spare: dict[Tensor, Tensor] = {}
@@ -181,6 +181,8 @@ class SGDOL(Optimizer):
         """Add a parameter group; it may bring its own lr (or smoothness), momentum, weight_decay and maximize."""
         if isinstance(param_group, dict):
             param_group = dict(param_group)
+            if not isinstance(param_group["params"], Tensor | set):
+                param_group["params"] = list(param_group["params"])
             smoothness = param_group.pop("smoothness", None)
             if smoothness is not None:
                 if "lr" in param_group:
@@ -190,6 +192,7 @@ class SGDOL(Optimizer):
             _check_options({**self.defaults, **param_group})
             if param_group.get("lr", self.defaults["lr"]) is None:
                 raise ValueError("lr or smoothness is needed for this parameter group: the optimizer has no default")
+            _refuse_distributed(param_group["params"])
             for name in SHARED:
                 if param_group.get(name, self.defaults[name]) != self.defaults[name]:
                     raise ValueError(
@@ -247,6 +250,7 @@ class SGDOL(Optimizer):
             drawn = from_pair(blocks, held, [gradient(p) for p in params], estimator)
             self._set_pending(False)
         elif estimator == "symmetric" and max(found.k, 1) * ranks.count > 1:
+            self._warn_if_unwrapped(ranks)
             drawn = from_contributions(blocks, found, ranks)
         elif estimator == "paper" and found.k > 1:
             drawn = from_pair(blocks, *_first_two(found, params, ranks), estimator)
@@ -354,16 +358,27 @@ class SGDOL(Optimizer):
 
     def _warn_if_identical(self, length: float, signal: float, dtype: torch.dtype) -> None:
         """Identical gradients have u = n: the same batch was used twice, or there is no noise at all."""
-        if self._warned or length <= 0 or abs(length - signal) > 8 * torch.finfo(wide_dtype(dtype)).eps * length:
-            return
-        self._warned = True
-        warnings.warn(
-            "SGDOL was given the same gradient twice, so it cannot see any noise and is plain SGD with step size lr. "
-            "Draw a fresh batch for every backward(), split a batch into microbatches, and give each rank its own "
-            "data. If the objective has no noise, all is well.",
-            UserWarning,
-            stacklevel=_caller(),
-        )
+        if length > 0 and abs(length - signal) <= 8 * torch.finfo(wide_dtype(dtype)).eps * length:
+            self._warn(
+                "SGDOL was given the same gradient twice, so it cannot see any noise and is plain SGD with step size "
+                "lr. Draw a fresh batch for every backward(), split a batch into microbatches, and give each rank its "
+                "own data. If the objective has no noise, all is well."
+            )
+
+    def _warn_if_unwrapped(self, ranks: Ranks) -> None:
+        if ranks.unwrapped:
+            self._warn(
+                "SGDOL runs on several ranks without DistributedDataParallel around its parameters, so the noise that "
+                "it sees is that of its own rank's microbatches. If gradients are averaged by hand, the ranks will "
+                "drift apart: use DistributedDataParallel, or one backward() per step(). If every rank trains a model "
+                "of its own, all is well."
+            )
+
+    def _warn(self, message: str) -> None:
+        """Say this once, pointing at the training loop."""
+        if message not in self._warned:
+            self._warned = (*self._warned, message)
+            warnings.warn(message, UserWarning, stacklevel=_caller())
 
     # Saving and loading -----------------------------------------------------------------------------------------------
 
@@ -456,6 +471,15 @@ def _name(learner: Learner) -> str:
     """What tells one learner from another in a saved state: not where it happens to be in memory."""
     kind = type(learner)
     return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(learner)
+
+
+def _refuse_distributed(params: Any) -> None:
+    for p in [params] if isinstance(params, Tensor) else list(params):
+        if hasattr(p, "device_mesh"):
+            raise NotImplementedError(
+                f"SGDOL does not support DTensor parameters (fully_shard, tensor parallel) yet, got one of shape "
+                f"{tuple(p.shape)}; DistributedDataParallel is supported"
+            )
 
 
 def _refuse_sparse(params: list[Tensor]) -> None:

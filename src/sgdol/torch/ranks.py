@@ -23,9 +23,12 @@ class Ranks:
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self._group: dist.ProcessGroup | None = None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if several:
             wrapper = _wrapper_of({id(p) for p in params})
             self._group = None if wrapper is None else wrapper.process_group
+        self.unwrapped = several and self._group is None
+        """Whether there are other ranks, but nothing that averages gradients over them."""
         self.count = 1 if self._group is None else dist.get_world_size(self._group)
 
     def sum_of_squares(self, q: Tensor) -> Tensor:

@@ -1,0 +1,593 @@
+"""What torch.optim's own tests demand of every optimizer, of SGDOL in each of its configurations."""
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from sgdol import SGDOL
+
+try:
+    from torch.testing._internal.common_optimizers import (
+        OptimizerErrorEnum,
+        OptimizerInfo,
+        OptimizerInput,
+        get_error_inputs_for_all_optims,
+        optim_db,
+    )
+except ImportError as error:  # torch's testing package needs packages that torch itself does not, such as expecttest
+    pytest.skip(f"torch.testing._internal cannot be imported: {error}", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore:SGDOL was given the same gradient twice")
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "default": {"lr": 1e-2},
+    "tensor lr": {"lr": torch.tensor(1e-2)},
+    "weight_decay": {"lr": 1e-2, "weight_decay": 0.1},
+    "maximize": {"lr": 1e-2, "maximize": True},
+    "group": {"lr": 1e-2, "granularity": "group"},
+    "tensor": {"lr": 1e-2, "granularity": "tensor"},
+    "coordinate": {"lr": 1e-2, "granularity": "coordinate"},
+    "paper": {"lr": 1e-2, "estimator": "paper"},
+    "alpha": {"lr": 1e-2, "alpha": 10.0},
+    "smoothness": {"smoothness": 100.0},
+    "momentum": {"lr": 1e-2, "momentum": 0.9},
+    "momentum, paper, coordinate": {"lr": 1e-2, "momentum": 0.9, "estimator": "paper", "granularity": "coordinate"},
+}
+
+
+def optim_inputs(device, dtype=None) -> list[OptimizerInput]:
+    return [OptimizerInput(params=None, kwargs=copy.deepcopy(kw), desc=desc) for desc, kw in CONFIGURATIONS.items()]
+
+
+def error_inputs(device, dtype) -> list[Any]:
+    errors = get_error_inputs_for_all_optims(device, dtype)
+    for each in errors:
+        each.optimizer_error_input.kwargs.setdefault("lr", 1e-2)  # SGDOL has no default rate
+    return errors
+
+
+INFO = OptimizerInfo(
+    SGDOL,
+    optim_inputs_func=optim_inputs,
+    scheduler_inputs=next(info for info in optim_db if info.optim_cls is torch.optim.SGD).scheduler_inputs,
+    supported_impls=("foreach",),
+    not_og_supported_flags=("foreach", "maximize"),
+    optim_error_inputs_func=error_inputs,
+    supports_complex=True,
+    supports_sparse=False,
+)
+
+
+@pytest.fixture(params=CONFIGURATIONS)
+def options(request) -> dict[str, Any]:
+    """The keyword arguments of a configuration, fresh: schedulers write to a tensor lr."""
+    return next(each.kwargs for each in INFO.optim_inputs_func("cpu") if each.desc == request.param)
+
+
+each_impl = pytest.mark.parametrize("foreach", [False, True], ids=["for-loop", "foreach"])
+passes = pytest.mark.parametrize("k", [1, 2])
+
+
+class Problem:
+    """||W x + b||^2, whose gradients are noisy if asked for."""
+
+    def __init__(self, options, *, contiguous=True, dtype=torch.float32, named=False, noise=0.0):
+        generator = torch.Generator().manual_seed(0)
+        weight, bias = torch.randn(10, 5, 2, generator=generator), torch.randn(10, 2, generator=generator)
+        weight, bias = weight.to(dtype)[..., 0], bias.to(dtype)[..., 0]
+        if contiguous:
+            weight, bias = weight.contiguous(), bias.contiguous()
+        self.params = [Parameter(weight), Parameter(bias)]
+        self.x = torch.randn(5, generator=generator).to(dtype)
+        self.noise = noise
+        given = list(zip(("weight", "bias"), self.params, strict=True)) if named else self.params
+        self.opt = INFO.optim_cls(given, **options)
+
+    def loss(self) -> torch.Tensor:
+        weight, bias = self.params
+        return (weight.mv(self.x) + bias).square().sum()
+
+    def backward(self, k: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(k):
+            loss = self.loss()
+            noise = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in self.params]
+            (loss + self.noise * sum((p * n).sum() for p, n in zip(self.params, noise, strict=True))).div(k).backward()
+        return loss
+
+    def train(self, steps: int, k: int = 1, seed: int = 0) -> "Problem":
+        for step in range(steps):
+            self.opt.zero_grad()
+            self.backward(k, 1000 * seed + step)
+            self.opt.step()
+        return self
+
+    def improved(self, before: float) -> bool:
+        after = self.loss().item()
+        return after > before if self.opt.defaults["maximize"] else after < before
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Nested containers, tensors to the last bit."""
+    assert type(found) is type(expected)
+    if isinstance(found, torch.Tensor):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    elif isinstance(found, dict):
+        assert found.keys() == expected.keys()
+        for key in found:
+            assert_same(found[key], expected[key])
+    elif isinstance(found, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+# Right direction ------------------------------------------------------------------------------------------------------
+
+
+@each_impl
+@pytest.mark.parametrize(("k", "contiguous"), [(1, True), (1, False), (2, True)])
+def test_a_loop_goes_in_the_right_direction(options, foreach, k, contiguous):
+    problem = Problem(options | {"foreach": foreach}, contiguous=contiguous)
+    before = problem.loss().item()
+    assert problem.train(12 // k, k).improved(before)
+
+
+@pytest.mark.parametrize(("foreach", "contiguous"), [(False, True), (False, False), (True, True)])
+def test_a_closure_goes_in_the_right_direction(options, foreach, contiguous):
+    problem = Problem(options | {"foreach": foreach}, contiguous=contiguous)
+    before = problem.loss().item()
+
+    def closure():
+        problem.opt.zero_grad()
+        loss = problem.loss()
+        loss.backward()
+        return loss
+
+    assert problem.opt.step(closure).item() == before
+    for _ in range(5):
+        problem.opt.step(closure)
+    assert problem.improved(before)
+
+
+@pytest.mark.parametrize("schedule", range(len(INFO.scheduler_inputs)))
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_schedulers_keep_the_right_direction(options, schedule):
+    problem = Problem(options)
+    schedulers = [construct(problem.opt) for construct in INFO.scheduler_inputs[schedule]]
+    before = problem.loss().item()
+    for step in range(8):
+        problem.opt.zero_grad()
+        loss = problem.backward(1, step)
+        problem.opt.step()
+        for scheduler in schedulers:
+            scheduler.step(loss.item()) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+    assert problem.improved(before)
+
+
+@pytest.mark.parametrize("schedule", range(len(INFO.scheduler_inputs)))
+@each_impl
+def test_a_tensor_lr_is_scheduled_as_a_float_is(schedule, foreach):
+    found = []
+    for lr in (1e-2, torch.tensor(1e-2, dtype=torch.float64)):
+        problem = Problem({"lr": lr, "foreach": foreach}, dtype=torch.float64, noise=1.0)
+        schedulers = [construct(problem.opt) for construct in INFO.scheduler_inputs[schedule]]
+        for step in range(10):
+            problem.opt.zero_grad()
+            loss = problem.backward(2, step)
+            problem.opt.step()
+            for scheduler in schedulers:
+                scheduler.step(loss.item()) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+        found.append([p.detach() for p in problem.params])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
+# What step() leaves alone ---------------------------------------------------------------------------------------------
+
+
+@each_impl
+def test_step_does_nothing_for_parameters_without_gradients(options, foreach):
+    problem = Problem(options | {"foreach": foreach})
+    before = copy.deepcopy([p.detach() for p in problem.params])
+    frozen = torch.ones(3)
+    opt = INFO.optim_cls([*problem.params, frozen], **options, foreach=foreach)
+    for _ in range(2):
+        assert opt.step() is None
+        assert opt.step(lambda: "value") == "value"
+    assert_same([p.detach() for p in problem.params], before)
+    assert_same(frozen, torch.ones(3))
+    assert not opt.state
+    assert not opt.pending
+    assert opt.diagnostics()["updates"] == 0
+
+
+@each_impl
+@passes
+def test_step_does_nothing_for_zero_gradients(options, foreach, k):
+    problem = Problem({**options, "foreach": foreach, "weight_decay": 0.0})
+    before = copy.deepcopy([p.detach() for p in problem.params])
+    for _ in range(2):
+        problem.opt.zero_grad()
+        for _ in range(k):
+            (0 * problem.loss()).backward()
+        problem.opt.step()
+        assert_same([p.detach() for p in problem.params], before)
+    start = problem.loss().item()
+    assert problem.train(4, k).improved(start)
+
+
+@each_impl
+@pytest.mark.parametrize(("k", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.bfloat16)])
+def test_gradients_are_never_written_to(options, foreach, k, dtype):
+    problem = Problem(options | {"foreach": foreach}, dtype=dtype, noise=1.0)
+    for step in range(3):
+        problem.opt.zero_grad()
+        problem.backward(k, step)
+        grads = [p.grad for p in problem.params]
+        kept = [(g._version, g.clone()) for g in grads]
+        problem.opt.step()
+        for p, grad, (version, value) in zip(problem.params, grads, kept, strict=True):
+            assert p.grad is grad
+            assert grad._version == version
+            assert torch.equal(grad, value)
+
+
+@each_impl
+def test_gradients_that_a_closure_leaves_are_never_written_to(options, foreach):
+    problem = Problem(options | {"foreach": foreach}, noise=1.0)
+    left = []
+
+    def closure():
+        problem.opt.zero_grad()
+        loss = problem.backward(1, len(left))
+        left.append([(p.grad, p.grad._version, p.grad.clone()) for p in problem.params])
+        return loss
+
+    for _ in range(2):
+        problem.opt.step(closure)
+    assert len(left) == 4
+    for grad, version, value in (one for call in left for one in call):
+        assert grad._version == version
+        assert torch.equal(grad, value)
+    assert all(p.grad is grad for p, (grad, _, _) in zip(problem.params, left[-1], strict=True))
+
+
+@each_impl
+def test_it_can_be_printed_before_and_after_a_step(options, foreach):
+    problem = Problem(options | {"foreach": foreach})
+    for text in (repr(problem.opt), repr(problem.train(1).opt), repr(problem.train(1).opt)):
+        assert text.startswith("SGDOL (")
+        assert "step_size" in text
+
+
+def test_mistakes_that_every_optimizer_refuses_are_refused():
+    for each in INFO.optim_error_inputs_func("cpu", torch.float32):
+        given = each.optimizer_error_input
+        assert each.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR
+        if issubclass(each.error_type, Warning):
+            with pytest.warns(each.error_type, match=each.error_regex):
+                INFO.optim_cls(given.params, **given.kwargs)
+        else:  # in our own words
+            with pytest.raises(each.error_type):
+                INFO.optim_cls(given.params, **given.kwargs)
+
+
+# Saving and loading ---------------------------------------------------------------------------------------------------
+
+
+@each_impl
+@pytest.mark.parametrize(("k", "steps"), [(1, 3), (2, 2)])
+def test_a_loaded_state_continues_as_the_saved_one_does(options, foreach, k, steps):
+    options = options | {"foreach": foreach}
+    one = Problem(options, noise=1.0).train(steps, k)
+    other = Problem(copy.deepcopy(options), noise=1.0)
+    with torch.no_grad():
+        for p, q in zip(other.params, one.params, strict=True):
+            p.copy_(q)
+    buffer = io.BytesIO()
+    torch.save(one.opt.state_dict(), buffer)
+    buffer.seek(0)
+    other.opt.load_state_dict(torch.load(buffer, weights_only=True))
+    assert_same(other.opt.state_dict(), one.opt.state_dict())
+    one.train(3, k, seed=1)
+    other.train(3, k, seed=1)
+    assert_same([p.detach() for p in other.params], [p.detach() for p in one.params])
+    assert_same(other.opt.state_dict(), one.opt.state_dict())
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(False, True), (True, False)], ids=["to named", "from named"])
+def test_states_go_between_named_and_unnamed_parameters(options, saved, loaded):
+    one = Problem(options, named=saved, noise=1.0).train(3)
+    other = Problem(copy.deepcopy(options), named=loaded, noise=1.0)
+    with torch.no_grad():
+        for p, q in zip(other.params, one.params, strict=True):
+            p.copy_(q)
+    other.opt.load_state_dict(copy.deepcopy(one.opt.state_dict()))
+    one.train(3, seed=1), other.train(3, seed=1)
+    assert_same([p.detach() for p in other.params], [p.detach() for p in one.params])
+
+
+@each_impl
+def test_states_that_lack_newer_options_load_and_take_those_of_the_optimizer(options, foreach):
+    options = options | {"foreach": foreach}
+    one, other = Problem(options, noise=1.0).train(3), Problem(copy.deepcopy(options), noise=1.0).train(3)
+    state = copy.deepcopy(one.opt.state_dict())
+    for group in state["param_groups"]:
+        for flag in INFO.not_og_supported_flags:
+            del group[flag]
+    one.opt.load_state_dict(state)
+    for flag in INFO.not_og_supported_flags:
+        assert one.opt.param_groups[0][flag] == other.opt.param_groups[0][flag]
+    one.train(3, seed=1), other.train(3, seed=1)
+    assert_same([p.detach() for p in one.params], [p.detach() for p in other.params])
+
+
+@each_impl
+def test_deepcopy_keeps_all_public_attributes(options, foreach):
+    problem = Problem(options | {"foreach": foreach}).train(3)
+    twin = copy.deepcopy(problem.opt)
+
+    def public(obj):
+        return {name for name in vars(obj) if not name.startswith("_")}
+
+    assert public(twin) == public(problem.opt)
+    assert_same(twin.state_dict(), problem.opt.state_dict())
+    assert repr(twin) == repr(problem.opt)
+
+
+# Hooks ----------------------------------------------------------------------------------------------------------------
+
+
+def test_hooks_around_state_dict_are_honoured(options):
+    opt = Problem(options).train(3).opt
+    seen = []
+    opt.register_state_dict_pre_hook(lambda o: seen.append(("before", o is opt)))
+
+    def replace(o, state_dict):
+        seen.append(("after", set(state_dict) == {"state", "param_groups"}))
+        return {**state_dict, "added": 1}
+
+    def write(o, state_dict):
+        state_dict["added"] += 1
+
+    opt.register_state_dict_post_hook(replace)
+    opt.register_state_dict_post_hook(write)
+    assert opt.state_dict()["added"] == 2
+    assert seen == [("before", True), ("after", True)]
+
+
+def test_a_hook_before_loading_may_write_to_the_state(options):
+    opt, other = Problem(options).train(3).opt, Problem(copy.deepcopy(options)).opt
+    other.register_load_state_dict_pre_hook(lambda o, state: state["param_groups"][0].update(lr=0.125))
+    other.load_state_dict(opt.state_dict())
+    assert other.param_groups[0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_hook_before_loading_may_replace_the_state(options, steps):
+    """What it returns is loaded and nothing else: here the state of another optimizer."""
+    ours = Problem(copy.deepcopy(options), noise=1.0)
+    theirs = Problem(copy.deepcopy(options), noise=1.0).train(steps)
+    wanted = Problem(copy.deepcopy(options), noise=1.0).train(steps + 2, seed=1).opt.state_dict()
+    ours.opt.register_load_state_dict_pre_hook(lambda o, state: copy.deepcopy(wanted))
+    ours.opt.load_state_dict(theirs.opt.state_dict())
+    assert_same(ours.opt.state_dict(), wanted)
+
+
+def test_a_hook_before_loading_may_make_a_foreign_state_fit(options):
+    problem = Problem(options).train(2)
+    saved = copy.deepcopy(problem.opt.state_dict())
+    foreign = {"wrapped": copy.deepcopy(saved)}
+    problem.opt.register_load_state_dict_pre_hook(lambda o, state: state["wrapped"])
+    problem.opt.load_state_dict(foreign)
+    assert_same(problem.opt.state_dict(), saved)
+
+
+def test_prepended_hooks_before_loading_run_first(options):
+    opt, order = Problem(options).train(3).opt, []
+    opt.register_load_state_dict_pre_hook(lambda o, state: order.append("second"))
+    opt.register_load_state_dict_pre_hook(lambda o, state: order.append("first"), prepend=True)
+    opt.register_load_state_dict_post_hook(lambda o: order.append("fourth"))
+    opt.register_load_state_dict_post_hook(lambda o: order.append("third"), prepend=True)
+    for _ in range(2):
+        opt.load_state_dict(opt.state_dict())
+    assert order == ["first", "second", "third", "fourth"] * 2
+
+
+@pytest.mark.parametrize("prepend", [False, True])
+def test_a_hook_after_loading_has_the_last_word(options, prepend):
+    opt = Problem(options, noise=1.0).train(3).opt
+    saved = copy.deepcopy(opt.state_dict())
+
+    def forget(o):
+        for state in o.state.values():
+            for value in state.values():
+                value.zero_()
+        o.param_groups[0]["lr"] = 0.25
+
+    opt.register_load_state_dict_post_hook(forget, prepend=prepend)
+    opt.load_state_dict(saved)
+    assert opt.state
+    assert not any(value.any() for state in opt.state.values() for value in state.values())
+    assert opt.param_groups[0]["lr"] == 0.25
+
+
+@each_impl
+def test_hooks_around_step_run_in_order(options, foreach):
+    problem, order = Problem(options | {"foreach": foreach}), []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: order.append("all, before")),
+        problem.opt.register_step_pre_hook(lambda *_: order.append("before")),
+        problem.opt.register_step_post_hook(lambda *_: order.append("after")),
+        register_optimizer_step_post_hook(lambda *_: order.append("all, after")),
+    ]
+    try:
+        problem.train(2)
+    finally:
+        for handle in handles:
+            handle.remove()
+    problem.train(1)
+    assert order == ["all, before", "before", "after", "all, after"] * 2
+
+
+def test_a_hook_before_step_may_exchange_the_closure(options):
+    problem = Problem(options)
+    problem.opt.register_step_pre_hook(lambda opt, args, kwargs: ((opt, lambda: "theirs"), kwargs))
+    assert problem.opt.step(lambda: "ours") == "theirs"
+
+
+# Equal paths ----------------------------------------------------------------------------------------------------------
+
+MIXED = [torch.float64, torch.float16, torch.float32, torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [[torch.float64] * 5, [torch.float32] * 5, [torch.float16] * 5, [torch.bfloat16] * 5, MIXED],
+    ids=["float64", "float32", "float16", "bfloat16", "mixed"],
+)
+def test_foreach_equals_the_loop(options, dtypes):
+    shapes = [(3, 4), (), (5,), (2, 3), (0, 2)]
+    found = []
+    for foreach in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        params = [
+            Parameter(torch.randn(s, generator=generator, dtype=torch.float64).to(t))
+            for s, t in zip(shapes, dtypes, strict=True)
+        ]
+        opt = INFO.optim_cls(
+            [{"params": params[:2]}, {"params": params[2:]}], **copy.deepcopy(options), foreach=foreach
+        )
+        for k in (1, 1, 2, 3):
+            for _ in range(k):
+                gradients = [torch.randn(p.shape, generator=generator, dtype=torch.float64) + 0.5 for p in params]
+                sum((p * g.to(p.dtype)).sum() for p, g in zip(params, gradients, strict=True)).backward()
+            opt.step()
+            opt.zero_grad()
+        assert opt.diagnostics()["updates"] == 3
+        found.append([p.detach() for p in params])
+    for one, other in zip(*found, strict=True):
+        eps = torch.finfo(one.dtype).eps
+        torch.testing.assert_close(one, other, rtol=4 * eps, atol=4 * eps)
+
+
+@each_impl
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_parameters_equal_their_real_views(options, foreach, dtype):
+    generator = torch.Generator().manual_seed(0)
+    z = [Parameter(torch.randn(shape, dtype=dtype, generator=generator)) for shape in [(3, 2), (), (4,)]]
+    x = [Parameter(torch.view_as_real(p.detach()).clone()) for p in z]
+    one = INFO.optim_cls(z, **copy.deepcopy(options), foreach=foreach)
+    other = INFO.optim_cls(x, **copy.deepcopy(options), foreach=foreach)
+    for k in (1, 1, 2, 3):
+        for _ in range(k):
+            gradients = [torch.randn(p.shape, dtype=dtype, generator=generator) for p in z]
+            sum((p * g.conj()).real.sum() for p, g in zip(z, gradients, strict=True)).backward()
+            sum((p * torch.view_as_real(g)).sum() for p, g in zip(x, gradients, strict=True)).backward()
+        for opt in (one, other):
+            opt.step()
+            opt.zero_grad()
+    eps = torch.finfo(dtype).eps
+    for p, q in zip(z, x, strict=True):
+        torch.testing.assert_close(torch.view_as_real(p.detach()), q.detach(), rtol=16 * eps, atol=16 * eps)
+
+
+# Parameter groups -----------------------------------------------------------------------------------------------------
+
+
+@each_impl
+def test_groups_have_their_own_rate_and_weight_decay(options, foreach):
+    """The first update: x - lr (d + weight_decay x), with the first gradient or the mean of both as d."""
+    settings = [(0.1, 0.0), (0.02, 0.5), (1e-28, 0.1)]
+    shared = {key: value for key, value in options.items() if key not in ("lr", "smoothness", "weight_decay")}
+    params = [Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64)) for _ in settings]
+    groups = [{"params": [p], "lr": lr, "weight_decay": wd} for p, (lr, wd) in zip(params, settings, strict=True)]
+    opt = INFO.optim_cls(groups, **shared, foreach=foreach)
+    g1, g2 = torch.tensor([[3.0, 1.0], [2.0, -1.0]], dtype=torch.float64)
+    for g in (g1, g2):
+        sum((p * g).sum() for p in params).div(2).backward()
+    opt.step()
+    d = g1 if options.get("estimator") == "paper" else (g1 + g2) / 2
+    d = -d if options.get("maximize") else d
+    x = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    for p, (lr, wd) in zip(params, settings, strict=True):
+        torch.testing.assert_close(p.detach(), x - lr * (d + wd * x), rtol=1e-13, atol=1e-13)
+    assert torch.equal(params[2].detach(), x)
+    assert [float(group["step_size"]) for group in opt.param_groups] == pytest.approx([lr for lr, _ in settings])
+
+
+# torch.distributed.checkpoint -----------------------------------------------------------------------------------------
+
+
+def linear() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2)
+
+
+def train_linear(net, opt, steps: int, k: int, seed: int, between=None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for _ in range(k):
+            net(torch.randn(4, 3, generator=generator)).square().mean().div(k).backward()
+            if between is not None:
+                between(net, opt)
+        opt.step()
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize(("k", "steps"), [(2, 0), (2, 2), (1, 2), (1, 3)])
+def test_saving_with_distributed_checkpoint_in_the_middle_of_training_does_not_disturb_it(options, k, steps):
+    """It steps with zero gradients at lr = 0 if the optimizer has no state yet, to make it create some."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    found = []
+    for ask in (False, True):
+        net = linear()
+        opt = INFO.optim_cls(net.parameters(), **copy.deepcopy(options))
+        train_linear(net, opt, steps, k, seed=1)
+        if ask:
+            before = copy.deepcopy((opt.diagnostics(), opt.pending, opt.param_groups[0]["lr"]))
+            get_optimizer_state_dict(net, opt)
+            assert repr((opt.diagnostics(), opt.pending, opt.param_groups[0]["lr"])) == repr(before)
+        train_linear(net, opt, 2, k, seed=2)
+        found.append([p.detach() for p in net.parameters()])
+    assert_same(*found)
+
+
+def test_saving_with_distributed_checkpoint_in_the_middle_of_an_accumulation_does_not_disturb_it(options):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    found = []
+    for between in (None, get_optimizer_state_dict):
+        net = linear()
+        opt = INFO.optim_cls(net.parameters(), **copy.deepcopy(options))
+        train_linear(net, opt, 3, 2, seed=1, between=between)
+        found.append([p.detach() for p in net.parameters()])
+    assert_same(*found)
+
+
+@pytest.mark.parametrize(("k", "steps"), [(2, 2), (1, 3)])
+def test_a_state_that_distributed_checkpoint_saved_continues(options, k, steps):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    net = linear()
+    opt = INFO.optim_cls(net.parameters(), **copy.deepcopy(options))
+    train_linear(net, opt, steps, k, seed=1)
+    saved = copy.deepcopy(get_optimizer_state_dict(net, opt))
+    twin = copy.deepcopy(net)
+    resumed = INFO.optim_cls(twin.parameters(), **copy.deepcopy(options))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        set_optimizer_state_dict(twin, resumed, saved)
+    for each, by in ((net, opt), (twin, resumed)):
+        train_linear(each, by, 3, k, seed=2)
+    assert_same([p.detach() for p in twin.parameters()], [p.detach() for p in net.parameters()])

@@ -1,0 +1,809 @@
+"""How gradients are recognised: whatever happens around the backward passes, each of them is one contribution.
+
+The truth is computed without the optimizer: gradients from ``torch.autograd.grad``, statistics from the core, FTRL's
+closed form; or numbers that were worked out by hand.
+"""
+
+import copy
+import math
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sgdol import SGDOL
+from sgdol.surrogate import statistics
+
+pytestmark = pytest.mark.filterwarnings("ignore:SGDOL was given the same gradient twice")
+
+GRANULARITIES = ["global", "group", "tensor", "coordinate"]
+ESTIMATORS = ["symmetric", "paper"]
+LR, ALPHA = 0.1, 0.5
+
+granularities = pytest.mark.parametrize("granularity", GRANULARITIES)
+few = pytest.mark.parametrize(
+    ("granularity", "estimator"), [("global", "symmetric"), ("coordinate", "symmetric"), ("tensor", "paper")]
+)
+estimators = pytest.mark.parametrize("estimator", ESTIMATORS)
+
+
+# The truth ------------------------------------------------------------------------------------------------------------
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)]
+    return torch.nn.Sequential(*layers).double()
+
+
+def inputs(count: int, seed: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randn(count, 5, 4, generator=generator, dtype=torch.float64))
+
+
+def objective(net, x: torch.Tensor) -> torch.Tensor:
+    return (net(x) - x[:, :1].sin()).square().mean()
+
+
+def flat(net) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+
+
+def truth(net, objective, batches, granularity, estimator, k=2, clip=None) -> torch.Tensor:
+    """The parameters after training on these microbatches, k at a time.
+
+    ``clip`` is (indices of parameters, largest norm): what clip_grad_norm_ does to the mean gradient.
+    """
+    net = copy.deepcopy(net)
+    params = list(net.parameters())
+    sizes = [p.numel() for p in params]
+    block = {
+        "global": torch.zeros(sum(sizes), dtype=torch.long),
+        "group": torch.repeat_interleave(torch.arange(2), torch.tensor([sum(sizes[:1]), sum(sizes[1:])])),
+        "tensor": torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)),
+        "coordinate": torch.arange(sum(sizes)),
+    }[granularity]
+    u_sum = n_sum = torch.zeros(int(block.max()) + 1, dtype=torch.float64)
+    for start in range(0, len(batches), k):
+        passes = [
+            torch.autograd.grad(objective(net, x), params, allow_unused=True, materialize_grads=True)
+            for x in batches[start : start + k]
+        ]
+        gradients = torch.stack([torch.cat([g.reshape(-1) for g in one]) for one in passes])
+        if clip is not None:
+            members = torch.cat([torch.full((n,), i in clip[0]) for i, n in enumerate(sizes)])
+            norm = gradients.mean(0)[members].norm()
+            gradients = torch.where(members, gradients * min(1.0, clip[1] / (norm + 1e-6)), gradients)
+        found = statistics(gradients, estimator=estimator, blocks="coordinate")
+        s = ((ALPHA + u_sum) / (ALPHA + n_sum)).clamp(0, 2)
+        u_sum = u_sum.index_add(0, block, found.u)
+        n_sum = n_sum.index_add(0, block, found.n)
+        with torch.no_grad():
+            moves = (LR * s[block] * found.direction).split(sizes)
+            for p, move in zip(params, moves, strict=True):
+                p.sub_(move.view_as(p))
+    return flat(net)
+
+
+def optimizer(net, granularity, estimator, **options) -> SGDOL:
+    first, *others = net.parameters()
+    groups = [{"params": [first]}, {"params": others}]
+    return SGDOL(groups, lr=LR, alpha=ALPHA, granularity=granularity, estimator=estimator, **options)
+
+
+def plain_pass(net, opt, loss, x) -> None:
+    loss.backward()
+
+
+def trained(net, objective, batches, granularity, estimator, k=2, one_pass=plain_pass) -> torch.Tensor:
+    """The same by the optimizer, in a loop whose backward passes are ``one_pass``."""
+    opt = optimizer(net, granularity, estimator)
+    for start in range(0, len(batches), k):
+        for x in batches[start : start + k]:
+            one_pass(net, opt, objective(net, x) / k, x)
+        opt.step()
+        opt.zero_grad()
+        assert opt.diagnostics()["gradients"] == (k if estimator == "symmetric" else 2)
+    assert opt.diagnostics()["updates"] == len(batches) // k
+    return flat(net)
+
+
+def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def scalar(value: float = 1.0) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor([value], dtype=torch.float64))
+
+
+def assert_first_update(opt, *, u: float, n: float, k: int = 2) -> None:
+    """The first step size is lr, so two of the diagnostics determine the statistics of the first update."""
+    found = opt.diagnostics()
+    assert found["updates"] == 1
+    assert found["gradients"] == k
+    assert found["cumulative_surrogate"] == pytest.approx(LR * (n / 2 - u), rel=1e-12, abs=1e-14)
+    assert found["signal_to_noise"] == pytest.approx(u / (n - u) if n != u else math.inf, rel=1e-12, abs=1e-14)
+
+
+# The loop as it is ----------------------------------------------------------------------------------------------------
+
+
+@granularities
+@estimators
+@pytest.mark.parametrize("k", [2, 3])
+def test_every_backward_pass_is_one_contribution(granularity, estimator, k):
+    expected = truth(network(), objective, inputs(3 * k), granularity, estimator, k)
+    assert_equal(trained(network(), objective, inputs(3 * k), granularity, estimator, k), expected)
+
+
+# Gradients that are rescaled without a trace --------------------------------------------------------------------------
+
+
+class Recommender(torch.nn.Module):
+    """Two tables that are much larger than the rest, of which a batch touches a few rows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.users, self.items, self.head = (
+            torch.nn.Embedding(500, 8),
+            torch.nn.Embedding(600, 8),
+            torch.nn.Linear(8, 1),
+        )
+        self.double()
+
+    def forward(self, rows):
+        return self.head(torch.tanh(self.users(rows) * self.items(rows)))
+
+
+def rows(count: int) -> list[torch.Tensor]:
+    """Rows 1 to 6 of the tables: of 64 entries that are spread evenly over such a gradient, all are zero."""
+    generator = torch.Generator().manual_seed(0)
+    return list(torch.randint(1, 7, (count, 16), generator=generator))
+
+
+def score(net, x: torch.Tensor) -> torch.Tensor:
+    return (net(x) - (x[:, None] - 3.5)).square().mean()
+
+
+def trained_with_scaler(net, objective, batches, granularity, estimator, unscale, clip=None) -> torch.Tensor:
+    opt = optimizer(net, granularity, estimator)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    params = list(net.parameters())
+    for start in range(0, len(batches), 2):
+        for x in batches[start : start + 2]:
+            scaler.scale(objective(net, x) / 2).backward()
+        if unscale:
+            scaler.unscale_(opt)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_([params[i] for i in clip[0]], clip[1])
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    assert scaler.get_scale() > 1024.0
+    assert opt.diagnostics()["skipped"] == 0
+    return flat(net)
+
+
+@granularities
+@estimators
+@pytest.mark.parametrize("unscale", [False, True])
+def test_unscaling_is_noticed_where_the_largest_gradients_are_mostly_zero(granularity, estimator, unscale):
+    expected = truth(Recommender(), score, rows(6), granularity, estimator)
+    assert_equal(trained_with_scaler(Recommender(), score, rows(6), granularity, estimator, unscale), expected)
+
+
+@granularities
+@estimators
+@pytest.mark.parametrize("subset", [[0, 1], [0], [2, 3]], ids=["tables", "one table", "head"])
+def test_unscaling_is_noticed_where_a_subset_is_clipped_afterwards(granularity, estimator, subset):
+    clip = (subset, 1e-2)
+    expected = truth(Recommender(), score, rows(6), granularity, estimator, clip=clip)
+    assert_equal(trained_with_scaler(Recommender(), score, rows(6), granularity, estimator, True, clip), expected)
+
+
+@granularities
+@estimators
+def test_clipping_a_subset_rescales_that_subset_alone(granularity, estimator):
+    clip = ([0, 2], 1e-2)
+    net = network()
+    params = list(net.parameters())
+    expected = truth(net, objective, inputs(6), granularity, estimator, clip=clip)
+    opt = optimizer(net, granularity, estimator)
+    for start in range(0, 6, 2):
+        for x in inputs(6)[start : start + 2]:
+            (objective(net, x) / 2).backward()
+        torch.nn.utils.clip_grad_norm_([params[i] for i in clip[0]], clip[1])
+        opt.step()
+        opt.zero_grad()
+    assert_equal(flat(net), expected)
+
+
+# Nested graph tasks ---------------------------------------------------------------------------------------------------
+
+
+def segment(net, layers: slice, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+    x = x if x.requires_grad else x.clone().requires_grad_()
+    return checkpoint(net[layers], x, use_reentrant=reentrant)
+
+
+LAYOUTS = {
+    "all layers inside": lambda net, x, r: segment(net, slice(0, 5), x, r),
+    "head outside": lambda net, x, r: net[4](segment(net, slice(0, 4), x, r)),
+    "stem outside": lambda net, x, r: segment(net, slice(2, 5), net[:2](x), r),
+    "stem and head outside": lambda net, x, r: net[4](segment(net, slice(2, 4), net[:2](x), r)),
+    "two segments": lambda net, x, r: segment(net, slice(2, 5), segment(net, slice(0, 2), x, r), r),
+    "a segment in a segment": lambda net, x, r: checkpoint(
+        lambda y: net[4](segment(net, slice(2, 4), net[:2](y), r)), x.clone().requires_grad_(), use_reentrant=r
+    ),
+}
+
+
+@granularities
+@estimators
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reentrant_checkpointing_is_one_pass_per_microbatch(granularity, estimator, layout):
+    def recomputed(net, x):
+        return (LAYOUTS[layout](net, x, True) - x[:, :1].sin()).square().mean()
+
+    expected = truth(network(), objective, inputs(6), granularity, estimator)
+    assert_equal(trained(network(), recomputed, inputs(6), granularity, estimator), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_checkpointing_without_reentry_is_one_pass_per_microbatch(layout):
+    def recomputed(net, x):
+        return (LAYOUTS[layout](net, x, False) - x[:, :1].sin()).square().mean()
+
+    expected = truth(network(), objective, inputs(6), "global", "symmetric")
+    assert_equal(trained(network(), recomputed, inputs(6), "global", "symmetric"), expected)
+
+
+class Tied(torch.nn.Module):
+    """A layer that is applied twice, and a table that is also the output layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.head.weight = self.layer.weight
+        self.double()
+
+    def block(self, x):
+        return torch.tanh(self.layer(x))
+
+    def forward(self, x):
+        return self.head(self.block(self.block(x)))[:, :1]
+
+
+@granularities
+@estimators
+def test_a_tied_parameter_is_one_contribution_per_pass(granularity, estimator):
+    expected = truth(Tied(), objective, inputs(6), granularity, estimator)
+    assert_equal(trained(Tied(), objective, inputs(6), granularity, estimator), expected)
+
+
+@granularities
+@estimators
+def test_a_tied_parameter_in_two_reentrant_segments_is_one_contribution_per_pass(granularity, estimator):
+    def recomputed(net, x):
+        hidden = checkpoint(net.block, x.clone().requires_grad_(), use_reentrant=True)
+        hidden = checkpoint(net.block, hidden, use_reentrant=True)
+        return (net.head(hidden)[:, :1] - x[:, :1].sin()).square().mean()
+
+    expected = truth(Tied(), objective, inputs(6), granularity, estimator)
+    assert_equal(trained(Tied(), recomputed, inputs(6), granularity, estimator), expected)
+
+
+# What is not a backward pass ------------------------------------------------------------------------------------------
+
+
+class Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("half-way")
+
+
+def fail_half_way(net, x) -> None:
+    """The head's gradients arrive, the stem's never do."""
+    with pytest.raises(RuntimeError, match="half-way"):
+        net[2:](Fail.apply(net[:2](x))).square().mean().backward()
+
+
+ZERO = {
+    "module": lambda net, opt: net.zero_grad(),
+    "module, to zeros": lambda net, opt: net.zero_grad(set_to_none=False),
+    "optimizer": lambda net, opt: opt.zero_grad(),
+}
+
+
+@granularities
+@estimators
+@pytest.mark.parametrize("zero", ZERO)
+def test_a_backward_that_raises_half_way_leaves_nothing_behind(granularity, estimator, zero):
+    seen = []
+
+    def one_pass(net, opt, loss, x):
+        if len(seen) % 2 == 0:
+            fail_half_way(net, x)
+            ZERO[zero](net, opt)
+        seen.append(x)
+        loss.backward()
+
+    expected = truth(network(), objective, inputs(6), granularity, estimator)
+    assert_equal(trained(network(), objective, inputs(6), granularity, estimator, one_pass=one_pass), expected)
+
+
+@few
+@pytest.mark.parametrize("zero", ZERO)
+def test_a_second_backward_that_raises_half_way_leaves_nothing_behind(granularity, estimator, zero):
+    """The first has been counted by then; both are thrown away."""
+    seen = []
+
+    def one_pass(net, opt, loss, x):
+        if len(seen) % 2 == 0:
+            objective(net, -x).backward()
+            fail_half_way(net, x)
+            ZERO[zero](net, opt)
+        seen.append(x)
+        loss.backward()
+
+    expected = truth(network(), objective, inputs(6), granularity, estimator)
+    assert_equal(trained(network(), objective, inputs(6), granularity, estimator, one_pass=one_pass), expected)
+
+
+def before(net, opt, loss, x):
+    torch.autograd.grad(objective(net, -x), list(net.parameters()))
+    loss.backward()
+
+
+def after(net, opt, loss, x):
+    loss.backward()
+    torch.autograd.grad(objective(net, -x), list(net.parameters()))
+
+
+def of_some(net, opt, loss, x):
+    torch.autograd.grad(objective(net, -x), list(net[2].parameters()), create_graph=True)
+    loss.backward()
+    torch.autograd.grad(objective(net, -x), list(net[0].parameters()))
+
+
+@granularities
+@estimators
+@pytest.mark.parametrize("one_pass", [before, after, of_some])
+def test_autograd_grad_is_not_a_backward_pass(granularity, estimator, one_pass):
+    expected = truth(network(), objective, inputs(6), granularity, estimator)
+    assert_equal(trained(network(), objective, inputs(6), granularity, estimator, one_pass=one_pass), expected)
+
+
+@granularities
+def test_autograd_grad_alone_leaves_nothing_to_step_with(granularity):
+    net = network()
+    opt = SGDOL(net.parameters(), lr=LR, granularity=granularity)
+    for x in inputs(2):
+        torch.autograd.grad(objective(net, x), list(net.parameters()))
+    opt.step()
+    assert not opt.pending
+    assert_equal(flat(net), flat(network()))
+
+
+# What is a backward pass ----------------------------------------------------------------------------------------------
+
+
+def retained(net, opt, loss, x):
+    loss.backward(retain_graph=True)
+
+
+def differentiable(net, opt, loss, x):
+    loss.backward(create_graph=True)
+
+
+def of_given_inputs(net, opt, loss, x):
+    loss.backward(inputs=list(net.parameters()))
+
+
+def in_another_thread(net, opt, loss, x):
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+
+
+@few
+@pytest.mark.parametrize("one_pass", [retained, differentiable, of_given_inputs, in_another_thread])
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_every_kind_of_backward_is_one_contribution(granularity, estimator, one_pass):
+    expected = truth(network(), objective, inputs(6), granularity, estimator)
+    assert_equal(trained(network(), objective, inputs(6), granularity, estimator, one_pass=one_pass), expected)
+
+
+@granularities
+@estimators
+def test_a_hook_that_users_register_after_the_optimizer_is_seen(granularity, estimator):
+    net = network()
+    expected = truth(net, lambda m, x: objective(m, x) / 2, inputs(6), granularity, estimator)
+    opt = optimizer(net, granularity, estimator)
+    for p in net.parameters():
+        p.register_hook(lambda g: g * 0.5)
+    for start in range(0, 6, 2):
+        for x in inputs(6)[start : start + 2]:
+            (objective(net, x) / 2).backward()
+        opt.step()
+        opt.zero_grad()
+    assert_equal(flat(net), expected)
+
+
+# Gradients that nobody watched ----------------------------------------------------------------------------------------
+#
+# Two passes whose contributions are +1/2 and +1/2 to a, and +3/2 and -1/2 to b, unless said otherwise.
+
+
+@granularities
+def test_unwatched_passes_of_an_unfrozen_parameter_are_one_contribution(granularity):
+    a, b = scalar(), scalar()
+    b.requires_grad_(False)
+    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity)
+    b.requires_grad_(True)
+    ((a + 3 * b) / 2).backward()
+    ((a - b) / 2).backward()
+    opt.step()
+    assert b.item() == pytest.approx(1 - LR)
+    assert_first_update(opt, u=1 + 0, n=1 + 1)  # one contribution has no second one to agree with: its signal is 0
+
+
+@granularities
+def test_a_parameter_unfrozen_later_is_watched_from_its_first_step_on(granularity):
+    a, b = scalar(), scalar()
+    b.requires_grad_(False)
+    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity)
+    b.requires_grad_(True)
+    for _ in range(2):
+        ((a + 3 * b) / 2).backward()
+        ((a - b) / 2).backward()
+        opt.step()
+        opt.zero_grad()
+    found = opt.diagnostics()
+    if granularity in ("global", "group"):
+        s = (ALPHA + 1) / (ALPHA + 2)
+        surrogate = (2 / 2 - 1) + (s**2 * 2 / 2 - s * (1 - 3))
+    else:
+        s_b = ALPHA / (ALPHA + 1)
+        surrogate = (2 / 2 - 1) + (1 / 2 - 1) + (s_b**2 / 2 - s_b * -3)
+    assert found["cumulative_surrogate"] == pytest.approx(LR * surrogate)
+
+
+@granularities
+def test_a_group_added_in_the_middle_of_an_accumulation_brings_one_contribution(granularity):
+    a, b = scalar(), scalar()
+    opt = SGDOL([a], lr=LR, alpha=ALPHA, granularity=granularity)
+    ((a + 3 * b) / 2).backward()
+    opt.add_param_group({"params": [b]})
+    ((a - b) / 2).backward()
+    opt.step()
+    assert_first_update(opt, u=1 * 1 + 3 * -1, n=1**2 + 1**2)
+
+
+@granularities
+def test_a_group_added_after_the_last_pass_brings_one_contribution(granularity):
+    a, b = scalar(), scalar()
+    opt = SGDOL([a], lr=LR, alpha=ALPHA, granularity=granularity)
+    ((a + 3 * b) / 2).backward()
+    ((a - b) / 2).backward()
+    opt.add_param_group({"params": [b]})
+    opt.step()
+    assert_first_update(opt, u=1 + 0, n=1 + 1)
+
+
+@granularities
+def test_a_group_added_in_the_middle_of_an_accumulation_for_the_paper(granularity):
+    a, b = scalar(), scalar()
+    opt = SGDOL([a], lr=LR, alpha=ALPHA, granularity=granularity, estimator="paper")
+    ((a + 3 * b) / 2).backward()
+    opt.add_param_group({"params": [b]})
+    ((a - b) / 2).backward()
+    opt.step()
+    assert_first_update(opt, u=1 * 1 + 3 * -1, n=1**2 + 3**2)
+    assert (a.item(), b.item()) == pytest.approx((1 - LR, 1 - 3 * LR))
+
+
+@granularities
+def test_a_gradient_that_is_there_at_construction_is_one_contribution(granularity):
+    b = scalar()
+    (3 * b / 3).backward()
+    (-b / 3).backward()
+    opt = SGDOL([b], lr=LR, alpha=ALPHA, granularity=granularity)  # 2/3
+    (b / 3).backward()
+    opt.step()
+    assert b.item() == pytest.approx(1 - LR)
+    assert_first_update(opt, u=2 * (1 - 5 / 9), n=1)
+
+
+@granularities
+@estimators
+def test_a_gradient_at_construction_is_held_if_it_is_the_only_one(granularity, estimator):
+    b = scalar()
+    (3 * b).backward()
+    opt = SGDOL([b], lr=LR, alpha=ALPHA, granularity=granularity, estimator=estimator)
+    opt.step()
+    assert opt.pending
+    opt.zero_grad()
+    b.backward()
+    opt.step()
+    assert_first_update(opt, u=3 * 1, n=2**2 if estimator == "symmetric" else 3**2)
+
+
+# Parameters that only some gradients reach ----------------------------------------------------------------------------
+#
+# The gradients of a are 1 and 2; b has a gradient of 5 in one of the two.
+
+
+@granularities
+@pytest.mark.parametrize("member", [0, 1])
+def test_a_parameter_in_one_of_two_microbatches_counts_as_zero_in_the_other(granularity, member):
+    a, b = scalar(), scalar()
+    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity)
+    for i, g in enumerate((1.0, 2.0)):
+        ((g * a + 5 * b if i == member else g * a) / 2).backward()
+    opt.step()
+    assert (a.item(), b.item()) == pytest.approx((1 - LR * 1.5, 1 - LR * 2.5))
+    assert_first_update(opt, u=1 * 2 + 0, n=1.5**2 + 2.5**2)
+
+
+@granularities
+def test_a_parameter_in_one_of_three_microbatches_counts_as_zero_in_the_others(granularity):
+    a, b = scalar(), scalar()
+    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity)
+    for loss in (a, 2 * a + 6 * b, -3 * a):
+        (loss / 3).backward()
+    opt.step()
+    assert (a.item(), b.item()) == pytest.approx((1.0, 1 - LR * 2))
+    assert_first_update(opt, u=(1 * 2 - 1 * 3 - 2 * 3) / 3, n=0 + 2**2, k=3)
+
+
+@granularities
+def test_the_paper_does_not_move_a_parameter_that_its_first_gradient_does_not_reach(granularity):
+    a, b = scalar(), scalar()
+    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity, estimator="paper")
+    (a / 2).backward()
+    ((2 * a + 5 * b) / 2).backward()
+    opt.step()
+    assert b.item() == 1.0
+    assert a.item() == pytest.approx(1 - LR)
+    assert_first_update(opt, u=1 * 2 + 0, n=1**2)
+
+
+@granularities
+def test_the_paper_has_no_signal_where_its_second_gradient_does_not_reach(granularity):
+    a, b = scalar(), scalar()
+    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity, estimator="paper")
+    ((a + 5 * b) / 2).backward()
+    (2 * a / 2).backward()
+    opt.step()
+    assert (a.item(), b.item()) == pytest.approx((1 - LR, 1 - 5 * LR))
+    assert_first_update(opt, u=1 * 2 + 0, n=1**2 + 5**2)
+
+
+@granularities
+@estimators
+@pytest.mark.parametrize("member", [0, 1])
+def test_a_parameter_in_one_of_two_steps_counts_as_zero_in_the_other(granularity, estimator, member):
+    a, b = scalar(), scalar()
+    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity, estimator=estimator)
+    for i, g in enumerate((1.0, 2.0)):
+        (g * a + 5 * b if i == member else g * a).backward()
+        opt.step()
+        opt.zero_grad()
+    if estimator == "symmetric":
+        assert_first_update(opt, u=1 * 2 + 0, n=1.5**2 + 2.5**2)
+    else:
+        assert_first_update(opt, u=1 * 2 + 0, n=1**2 + (5**2 if member == 0 else 0))
+
+
+# Closures -------------------------------------------------------------------------------------------------------------
+
+
+@granularities
+@estimators
+@pytest.mark.parametrize("member", [0, 1])
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_parameter_in_one_of_two_calls_of_a_closure_counts_as_zero_in_the_other(granularity, estimator, member, zero):
+    a, b = scalar(), scalar()
+    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity, estimator=estimator)
+    calls = []
+
+    def closure():
+        if zero:
+            opt.zero_grad()
+        g = len(calls) + 1.0
+        loss = g * a + 5 * b if len(calls) == member else g * a
+        calls.append(loss)
+        loss.backward()
+        return loss
+
+    assert opt.step(closure) is calls[0]
+    assert len(calls) == 2
+    if estimator == "symmetric":
+        assert_first_update(opt, u=1 * 2 + 0, n=1.5**2 + 2.5**2)
+    else:
+        assert_first_update(opt, u=1 * 2 + 0, n=1**2 + (5**2 if member == 0 else 0))
+
+
+@granularities
+@estimators
+@pytest.mark.parametrize("when", ["before backward", "half-way through backward"])
+def test_a_closure_that_raises_at_its_second_call_loses_no_gradient(granularity, estimator, when):
+    net = network()
+    first, second, third = inputs(3)
+    batches = iter([first, second, third])
+    opt = optimizer(net, granularity, estimator)
+    expected = truth(net, objective, [first, third], granularity, estimator)
+    gradients = torch.autograd.grad(objective(net, first), list(net.parameters()))
+
+    def closure():
+        opt.zero_grad()
+        x = next(batches)
+        if x is second and when == "before backward":
+            raise RuntimeError("half-way")
+        if x is second:
+            net[2:](Fail.apply(net[:2](x))).square().mean().backward()
+        loss = objective(net, x)
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        opt.step(closure)
+    assert opt.pending
+    assert all(p.grad is not None for p in net.parameters())
+    reached = net[:2] if when == "half-way through backward" else net
+    for p, g in zip(reached.parameters(), gradients, strict=False):
+        assert torch.equal(p.grad, g)
+    opt.step(closure)  # the first gradient is still held
+    assert not opt.pending
+    assert_equal(flat(net), expected)
+
+
+# Momentum -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", ["group", "tensor", "coordinate"])
+@estimators
+def test_momentum_of_a_group_that_takes_no_part_does_not_age(granularity, estimator):
+    a, b, alone = scalar(), scalar(), scalar()
+    options = {"lr": LR, "alpha": ALPHA, "granularity": granularity, "estimator": estimator, "momentum": 0.9}
+    both, other = SGDOL([{"params": [a]}, {"params": [b]}], **options), SGDOL([alone], **options)
+    generator = torch.Generator().manual_seed(0)
+    for update in range(12):
+        for g, h in torch.randn(2, 2, generator=generator, dtype=torch.float64) + 1:
+            if update % 4:  # b is there in a quarter of the updates
+                (g * a / 2).backward()
+            else:
+                ((g * a + h * b) / 2).backward()
+                (h * alone / 2).backward()
+        for opt in (both, other):
+            opt.step()
+            opt.zero_grad()
+    assert alone.item() != 1.0
+    assert b.item() == pytest.approx(alone.item(), rel=1e-12)
+
+
+def test_the_first_move_of_a_group_that_joins_late_is_not_shrunk_by_momentum():
+    a, b = scalar(), scalar()
+    opt = SGDOL([{"params": [a]}, {"params": [b]}], lr=LR, momentum=0.9)
+    for update in range(11):
+        for _ in range(2):
+            ((a + b if update == 10 else a) / 2).backward()
+        opt.step()
+        opt.zero_grad()
+    assert b.item() == pytest.approx(1 - LR)
+
+
+@granularities
+@estimators
+def test_momentum_that_a_scheduler_switches_off_and_on_is_not_resurrected(granularity, estimator):
+    """The definition, for a scalar: the weights of the gradients in m sum to w, whichever way beta goes."""
+    betas = [0.9] * 4 + [0.0] * 4 + [0.9] * 4
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.randn(12, 2, generator=generator, dtype=torch.float64) * 0.3
+    pairs += torch.tensor([1.0] * 4 + [-1.0] * 8, dtype=torch.float64)[:, None]
+    x, m, w, u_sum, n_sum = 1.0, 0.0, 0.0, 0.0, 0.0
+    p = scalar(x)
+    opt = SGDOL([p], lr=LR, alpha=ALPHA, granularity=granularity, estimator=estimator, momentum=0.9)
+    for beta, (g1, g2) in zip(betas, pairs.tolist(), strict=True):
+        g = g1 if estimator == "paper" else (g1 + g2) / 2
+        w = beta * w + 1 - beta
+        u = (beta * m * g + (1 - beta) * g1 * g2) / w
+        m = beta * m + (1 - beta) * g
+        x -= LR * min(max((ALPHA + u_sum) / (ALPHA + n_sum), 0), 2) * m / w
+        u_sum, n_sum = u_sum + u, n_sum + (m / w) ** 2
+        opt.param_groups[0]["momentum"] = beta
+        for h in (g1, g2):
+            (h * p / 2).backward()
+        opt.step()
+        opt.zero_grad()
+        assert p.item() == pytest.approx(x, rel=1e-12)
+
+
+# Layouts --------------------------------------------------------------------------------------------------------------
+
+
+@granularities
+@estimators
+@pytest.mark.parametrize(("k", "momentum"), [(1, 0.9), (2, 0.0)])
+def test_lazily_conjugated_gradients_are_complex_gradients(granularity, estimator, k, momentum):
+    generator = torch.Generator().manual_seed(0)
+    z = torch.nn.Parameter(torch.randn(3, 2, dtype=torch.complex128, generator=generator))
+    x = torch.nn.Parameter(torch.view_as_real(z.detach()).clone())
+    options = {"lr": LR, "alpha": ALPHA, "granularity": granularity, "estimator": estimator, "momentum": momentum}
+    one, other = SGDOL([z], **options), SGDOL([x], **options)
+    lazy = []
+    z.register_hook(lambda g: lazy.append(g.is_conj()))
+    for _ in range(6 // k):
+        for _ in range(k):
+            c = torch.randn(3, 2, dtype=torch.complex128, generator=generator)
+            (z.conj() * c).real.sum().div(k).backward()
+            (x * torch.view_as_real(c)).sum().div(k).backward()
+        for opt in (one, other):
+            opt.step()
+            opt.zero_grad()
+    assert all(lazy)
+    assert_equal(torch.view_as_real(z.detach()), x.detach())
+
+
+def convolutions(memory_format) -> torch.nn.Module:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Tanh(), torch.nn.Conv2d(4, 2, 2)).double()
+    return net.to(memory_format=memory_format)
+
+
+def image_objective(net, x: torch.Tensor) -> torch.Tensor:
+    return (net(x) - 0.5).square().mean()
+
+
+def images(count: int) -> list[torch.Tensor]:
+    return list(torch.randn(count, 2, 3, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+
+
+@granularities
+@estimators
+@pytest.mark.parametrize("scaled", [False, True])
+def test_channels_last_parameters_are_parameters(granularity, estimator, scaled):
+    expected = truth(convolutions(torch.contiguous_format), image_objective, images(6), granularity, estimator)
+    net = convolutions(torch.channels_last)
+    assert not net[0].weight.is_contiguous()
+    if scaled:
+        found = trained_with_scaler(net, image_objective, images(6), granularity, estimator, True)
+    else:
+        found = trained(net, image_objective, images(6), granularity, estimator)
+    assert not net[0].weight.is_contiguous()
+    assert_equal(found, expected)
+
+
+@granularities
+@estimators
+@pytest.mark.parametrize("kind", ["transposed", "every other row", "some columns"])
+@pytest.mark.parametrize(("k", "momentum"), [(1, 0.9), (2, 0.0)])
+def test_parameters_with_gaps_or_another_order_in_memory_are_parameters(granularity, estimator, kind, momentum, k):
+    base = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    strange = torch.nn.Parameter(
+        {"transposed": base.clone().t(), "every other row": base.clone()[::2], "some columns": base.clone()[:, 1:3]}[
+            kind
+        ]
+    )
+    plain = torch.nn.Parameter(strange.detach().clone(memory_format=torch.contiguous_format))
+    assert not strange.is_contiguous()
+    options = {"lr": LR, "alpha": ALPHA, "granularity": granularity, "estimator": estimator, "momentum": momentum}
+    one, other = SGDOL([strange], **options), SGDOL([plain], **options)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6 // k):
+        for _ in range(k):
+            c = torch.randn(plain.shape, generator=generator, dtype=torch.float64)
+            for p in (strange, plain):
+                ((p * c).sum() + p.square().sum()).div(k).backward()
+        for opt in (one, other):
+            opt.step()
+            opt.zero_grad()
+    assert_equal(strange.detach(), plain.detach())
