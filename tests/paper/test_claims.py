@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from sgdol.paper import claims
-from sgdol.paper.measures import Curve, jackknife, ratio_of_means
+from sgdol.paper.measures import Curve, Reader, jackknife, ratio_of_means
 from sgdol.paper.verdict import VERDICTS, Claim, Part
 
 
 def verdicts(results):
-    return {claim.id: claim.verdict for claim in claims.check_claims(results, theorems=False)}
+    return {claim.id: claim.verdict for claim in claims.check_claims(Reader(results), theorems=False)}
 
 
 def test_in_a_world_where_the_paper_is_right_all_but_the_fine_grid_holds(written_results):
@@ -56,14 +56,14 @@ def test_what_was_not_run_is_not_measured(written_results):
 
 
 def test_ids_are_unique_and_every_claim_says_everything(written_results):
-    found = claims.check_claims(written_results(), theorems=False)
+    found = claims.check_claims(Reader(written_results()), theorems=False)
     assert len({claim.id for claim in found}) == len(found)
     for claim in found:
         assert all([claim.sentence, claim.where, claim.check, claim.reason, claim.parts])
 
 
 def test_claims_survive_being_written_and_read(written_results, tmp_path):
-    found = claims.check_claims(written_results(), theorems=False)
+    found = claims.check_claims(Reader(written_results()), theorems=False)
     path = claims.write_claims(found, tmp_path / "claims.json")
     assert [claim.record() for claim in claims.read_claims(path)] == [claim.record() for claim in found]
     for record in json.loads(path.read_text()):
@@ -74,7 +74,7 @@ def test_claims_survive_being_written_and_read(written_results, tmp_path):
 
 def test_progress_is_told_before_each_check(written_results):
     told = []
-    claims.check_claims(written_results(), theorems=False, progress=told.append)
+    claims.check_claims(Reader(written_results()), theorems=False, progress=told.append)
     assert len(told) == len(claims.CHECKS)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sgdol.paper import figures
+from sgdol.paper.measures import Reader
 
 PAPER = {  # number: (rows, whether each row's vertical axis is logarithmic)
     1: [("mean_squared_gradient", "log"), ("step_size", "linear")],
@@ -23,7 +24,7 @@ def texts(figure):
 
 @pytest.mark.parametrize("number", PAPER)
 def test_panels_and_axes_are_those_of_the_paper(number, written_results):
-    figure = figures.draw(number, written_results())
+    figure = figures.draw(number, Reader(written_results()))
     axes = np.array(figure.axes).reshape(-1, 3)
     assert len(axes) == len(PAPER[number])
     for row, (_, scale) in zip(axes, PAPER[number], strict=True):
@@ -40,19 +41,19 @@ def test_the_methods_are_those_of_the_captions():
 
 
 def test_the_legend_shows_the_rates(written_results):
-    legend = texts(figures.draw(1, written_results()))
+    legend = texts(figures.draw(1, Reader(written_results())))
     assert "SGD (0.001)" in legend
     assert "SGDOL Global (M = 1000, α = 10)" in legend
 
 
 def test_a_diverged_run_is_drawn_and_named(written_results):
-    axis = figures.draw(4, written_results()).axes[2]
+    axis = figures.draw(4, Reader(written_results())).axes[2]
     assert [text.get_text() for text in axis.texts] == ["1 of 3 diverged"]
     assert any(line.get_marker() == "x" for line in axis.lines)
 
 
 def test_adam_has_no_line_among_the_step_sizes(written_results):
-    figure = figures.draw(1, written_results())
+    figure = figures.draw(1, Reader(written_results()))
     adam = figures.LOOKS["Adam"].colour
     assert adam in {line.get_color() for line in figure.axes[0].lines}
     assert adam not in {line.get_color() for line in figure.axes[3].lines}
@@ -68,7 +69,7 @@ def test_no_two_methods_of_a_figure_share_a_colour_or_a_marker():
 
 def test_bands_reach_from_the_smallest_repeat_to_the_largest(written_results):
     results = written_results()
-    axis = figures.draw(1, results).axes[1]
+    axis = figures.draw(1, Reader(results)).axes[1]
     values = results.curves("adult", "batch=50", "SGDOL Global")["mean_squared_gradient"].values
     edges = axis.collections[0].get_paths()[0].vertices[:, 1]
     assert edges.max() == pytest.approx(values.max())
@@ -78,7 +79,7 @@ def test_bands_reach_from_the_smallest_repeat_to_the_largest(written_results):
 def test_files_are_the_same_bytes_each_time_and_carry_no_date(written_results, tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        figures.save(figures.draw(4, written_results()), tmp_path / name, "figure4")
+        figures.save(figures.draw(4, Reader(written_results())), tmp_path / name, "figure4")
     for suffix in ("png", "svg"):
         one, two = ((tmp_path / name / f"figure4.{suffix}").read_bytes() for name in ("one", "two"))
         assert one == two
@@ -87,7 +88,7 @@ def test_files_are_the_same_bytes_each_time_and_carry_no_date(written_results, t
 
 def test_only_the_figures_with_runs_are_written(written_results, tmp_path):
     told = []
-    figures.write_figures(written_results(missing=("adult",)), tmp_path, (1, 3), progress=told.append)
+    figures.write_figures(Reader(written_results(missing=("adult",))), tmp_path, (1, 3), progress=told.append)
     assert told == ["figure3", "tuning", "evaluations", "coordinate"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         f"{name}.{suffix}" for name in told for suffix in ("png", "svg")
@@ -96,4 +97,4 @@ def test_only_the_figures_with_runs_are_written(written_results, tmp_path):
 
 def test_a_figure_that_the_paper_does_not_have_is_refused(written_results):
     with pytest.raises(ValueError, match="figure must be one of 1, 2, 3, 4, got 5"):
-        figures.draw(5, written_results())
+        figures.draw(5, Reader(written_results()))

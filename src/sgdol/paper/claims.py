@@ -30,13 +30,13 @@ from sgdol.paper.measures import (
     Curve,
     Number,
     Reader,
-    ResultsLike,
     factor,
     final_ratio,
     jackknife,
     part,
     ratio_of_means,
 )
+from sgdol.paper.results import FIGURES, NOISES, write_atomically
 from sgdol.paper.theorems import check_theorems, phi_slope
 from sgdol.paper.verdict import Claim, Part
 
@@ -47,10 +47,8 @@ Array = NDArray[np.float64]
 STALL = 10 ** (-1 / 4)
 COMPARABLE = 2.0
 ADULT, ROSENBROCK = "adult", "rosenbrock"
-NOISES = {ADULT: ("batch=all", "batch=50", "batch=1"), ROSENBROCK: ("sigma=0", "sigma=0.2", "sigma=5")}
-"""From no noise to the largest."""
 SGDOL = "SGDOL Global"
-OTHERS = ("AdaGrad Coordinate", "RMSProp", "AdaDelta", "AMSGrad", "Hypergradient")
+OTHERS = tuple(method for method in FIGURES[4][1] if method != SGDOL)
 """The competitors of Figures 3 and 4."""
 TUNED = ("SGD", "AdaGrad Global", "Adam", *OTHERS)
 
@@ -99,7 +97,7 @@ def _phi(read: Reader) -> Claim:
 def _balance(read: Reader) -> Claim:
     path = getattr(read.configuration, "data", None)
     labels = (data.read_libsvm(path) if path else data.load_a9a())[1]
-    adult = data.balanced_adult(path=path)
+    adult = data.balanced_adult(getattr(read.configuration, "seed", 0), path)
     rows, columns = adult.features.shape
     return Claim(
         "data-balance",
@@ -145,7 +143,7 @@ def _start(read: Reader) -> Claim:
 
 
 def _minibatch_noise(read: Reader) -> Claim:
-    adult = data.balanced_adult(path=getattr(read.configuration, "data", None))
+    adult = data.balanced_adult(getattr(read.configuration, "seed", 0), getattr(read.configuration, "data", None))
     squares, slopes = (adult.features**2).sum(axis=1), phi_slope(-adult.labels)
     gradient = slopes @ adult.features / len(slopes)
     variance = float((slopes**2 * squares).mean() - gradient @ gradient)
@@ -852,13 +850,11 @@ UNCHECKED: tuple[tuple[str, str], ...] = (
 """The sentences that state nothing which a run could confirm or refute, and why."""
 
 
-def check_claims(
-    results: ResultsLike, *, theorems: bool = True, progress: Callable[[str], None] | None = None
-) -> list[Claim]:
+def check_claims(read: Reader, *, theorems: bool = True, progress: Callable[[str], None] | None = None) -> list[Claim]:
     """Check everything that the results allow; what they lack is reported as not measured.
 
     Args:
-        results: an opened results folder.
+        read: reads an opened results folder.
         theorems: whether to measure the theorems too, which need no results and take a few seconds.
         progress: called with the id of each check before it starts.
     """
@@ -867,7 +863,6 @@ def check_claims(
         if progress:
             progress("theorems")
         claims += check_theorems()
-    read = Reader(results)
     for check in CHECKS:
         if progress:
             progress(check.__name__.strip("_").replace("_", " "))
@@ -879,9 +874,7 @@ def write_claims(claims: Iterable[Claim], path: str | os.PathLike[str]) -> Path:
     """Write claims.json: a list of records with stable ids."""
     target = Path(path)
     text = json.dumps([claim.record() for claim in claims], indent=2, ensure_ascii=False, allow_nan=False)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, target)
+    write_atomically(target, f"{text}\n".encode())
     return target
 
 

@@ -14,6 +14,7 @@ takes two per iteration (:func:`draw_evaluations`), and SGDOL with a step size f
 from __future__ import annotations
 
 import functools
+import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, NullFormatter
 from numpy.typing import NDArray
 
-from sgdol.paper.measures import Curve, Reader, ResultsLike
+from sgdol.paper.measures import Curve, Reader
+from sgdol.paper.results import FIGURES as PAPER_FIGURES
+from sgdol.paper.results import NOISES, write_atomically
 
 __all__ = [
     "FIGURES",
@@ -100,40 +103,22 @@ class Layout:
     title: str
 
 
-_ADULT = ("batch=all", "batch=50", "batch=1")
-_ROSENBROCK = ("sigma=0", "sigma=0.2", "sigma=5")
-_MAIN = ("SGDOL Global", "SGD", "AdaGrad Global", "Adam")
-_OTHER = ("SGDOL Global", "AdaGrad Coordinate", "RMSProp", "AdaDelta", "AMSGrad", "Hypergradient")
+_ROWS = {
+    1: ("mean_squared_gradient", "step_size"),
+    2: ("mean_squared_gradient", "objective", "step_size"),
+    3: ("mean_squared_gradient", "objective"),
+    4: ("mean_squared_gradient",),
+}
+_TITLES = {
+    1: "Classification of the adult data",
+    2: "The Rosenbrock function",
+    3: "The Rosenbrock function, other methods",
+    4: "Classification of the adult data, other methods",
+}
 
 FIGURES = {
-    1: Layout(
-        "adult",
-        _ADULT,
-        _MAIN,
-        ("mean_squared_gradient", "step_size"),
-        "Classification of the adult data",
-    ),
-    2: Layout(
-        "rosenbrock",
-        _ROSENBROCK,
-        ("SGDOL Global", "SGD", "SGD GL", "AdaGrad Global", "Adam"),
-        ("mean_squared_gradient", "objective", "step_size"),
-        "The Rosenbrock function",
-    ),
-    3: Layout(
-        "rosenbrock",
-        _ROSENBROCK,
-        _OTHER,
-        ("mean_squared_gradient", "objective"),
-        "The Rosenbrock function, other methods",
-    ),
-    4: Layout(
-        "adult",
-        _ADULT,
-        _OTHER,
-        ("mean_squared_gradient",),
-        "Classification of the adult data, other methods",
-    ),
+    number: Layout(experiment, NOISES[experiment], methods, _ROWS[number], _TITLES[number])
+    for number, (experiment, methods) in PAPER_FIGURES.items()
 }
 """The figures of the paper by their numbers there."""
 
@@ -300,7 +285,7 @@ def _repeats_note(curves: Sequence[Curve]) -> str:
     return f"mean of {repeats} repeats; band: smallest to largest" if repeats > 1 else ""
 
 
-def draw(number: int, results: ResultsLike) -> Figure:
+def draw(number: int, read: Reader) -> Figure:
     """A figure of the paper by its number, 1 to 4, from whatever the results have of it.
 
     Raises:
@@ -309,7 +294,6 @@ def draw(number: int, results: ResultsLike) -> Figure:
     if number not in FIGURES:
         raise ValueError(f"figure must be one of {', '.join(map(str, FIGURES))}, got {number!r}")
     layout = FIGURES[number]
-    read = Reader(results)
     with mpl.rc_context(STYLE):
         legend_columns = 4 if len(layout.methods) == 4 else 3
         legend_rows = -(-len(layout.methods) // legend_columns)
@@ -339,9 +323,8 @@ def draw(number: int, results: ResultsLike) -> Figure:
     return figure
 
 
-def _draw_grid(results: ResultsLike, methods: dict[str, tuple[str, ...]], title: str, by_gradients: bool) -> Figure:
+def _draw_grid(read: Reader, methods: dict[str, tuple[str, ...]], title: str, by_gradients: bool) -> Figure:
     """The mean squared gradient of some methods, a row for each experiment."""
-    read = Reader(results)
     with mpl.rc_context(STYLE):
         names = list(dict.fromkeys(name for group in methods.values() for name in group))
         legend_columns = min(len(names), 4 if not by_gradients else 5)
@@ -349,7 +332,7 @@ def _draw_grid(results: ResultsLike, methods: dict[str, tuple[str, ...]], title:
         figure.subplots_adjust(hspace=0.42)
         every = []
         for row, (experiment, group) in enumerate(methods.items()):
-            for column, noise in enumerate(_ADULT if experiment == "adult" else _ROSENBROCK):
+            for column, noise in enumerate(NOISES[experiment]):
                 axis = axes[row, column]
                 axis.set_title(f"{experiment}: {NOISE_TITLES[noise]}" if column == 0 else NOISE_TITLES[noise], pad=6)
                 for order, method in enumerate(group):
@@ -367,17 +350,17 @@ def _draw_grid(results: ResultsLike, methods: dict[str, tuple[str, ...]], title:
     return figure
 
 
-def draw_evaluations(results: ResultsLike) -> Figure:
+def draw_evaluations(read: Reader) -> Figure:
     """Figures 1 and 2 by gradient evaluations, of which an iteration of SGDOL takes two."""
     methods = {"adult": FIGURES[1].methods, "rosenbrock": FIGURES[2].methods}
-    return _draw_grid(results, methods, "The same runs by gradient evaluations", by_gradients=True)
+    return _draw_grid(read, methods, "The same runs by gradient evaluations", by_gradients=True)
 
 
-def draw_coordinate(results: ResultsLike) -> Figure:
+def draw_coordinate(read: Reader) -> Figure:
     """SGDOL with a step size for each coordinate (section 6), which the paper's experiments leave out."""
     group = ("SGDOL Global", "SGDOL Coordinate", "AdaGrad Coordinate")
     return _draw_grid(
-        results,
+        read,
         {"adult": group, "rosenbrock": group},
         "SGDOL with one step size for each coordinate",
         by_gradients=False,
@@ -390,9 +373,8 @@ _SEARCHES: dict[str, tuple[str, Any, str]] = {
 }
 
 
-def draw_tuning(results: ResultsLike) -> Figure:
+def draw_tuning(read: Reader) -> Figure:
     """The search for each method's rate on the noiseless problems, with the rate that was chosen."""
-    read = Reader(results)
     methods = [m for m in LOOKS if not m.startswith("SGDOL") and m != "SGD GL"]
     with mpl.rc_context(STYLE):
         figure, axes = _figure(2, 4, 1.8, 1, sharey=True)
@@ -455,15 +437,15 @@ def save(figure: Figure, folder: str | os.PathLike[str], name: str) -> list[Path
     with mpl.rc_context(STYLE):
         for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
             target = Path(folder) / f"{name}.{suffix}"
-            temporary = target.with_name(f".{target.name}.{os.getpid()}")
-            figure.savefig(temporary, format=suffix, metadata=metadata)
-            os.replace(temporary, target)
+            content = io.BytesIO()
+            figure.savefig(content, format=suffix, metadata=metadata)
+            write_atomically(target, content.getvalue())
             written.append(target)
     return written
 
 
 def write_figures(
-    results: ResultsLike,
+    read: Reader,
     folder: str | os.PathLike[str],
     numbers: Sequence[int] = (1, 2, 3, 4),
     progress: Callable[[str], None] | None = None,
@@ -471,17 +453,17 @@ def write_figures(
     """Draw the figures that the results have runs for, and write each as PNG and SVG.
 
     Args:
-        results: an opened results folder.
+        read: reads an opened results folder.
         folder: where to write, which exists.
         numbers: which of the paper's figures.
         progress: called with the name of each figure before it is drawn.
     """
-    available = results.available()
+    available = read.available
 
     def has_runs(layout: Layout) -> bool:
         return any(experiment == layout.experiment and method in layout.methods for experiment, _, method in available)
 
-    jobs: list[tuple[str, Callable[[ResultsLike], Figure]]] = [
+    jobs: list[tuple[str, Callable[[Reader], Figure]]] = [
         (f"figure{number}", functools.partial(draw, number)) for number in numbers if has_runs(FIGURES[number])
     ]
     if available:
@@ -492,5 +474,5 @@ def write_figures(
     for name, job in jobs:
         if progress:
             progress(name)
-        written += save(job(results), folder, name)
+        written += save(job(read), folder, name)
     return written

@@ -18,6 +18,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
+from sgdol.paper.results import ResultsError
 from sgdol.paper.verdict import Part, Relation
 
 __all__ = ["Curve", "Number", "Reader", "ResultsLike", "factor", "final_ratio", "jackknife", "part", "ratio_of_means"]
@@ -135,18 +136,18 @@ class Curve:
 
 
 class Reader:
-    """Reads each run once and gives None for what is missing."""
+    """Reads each run once and gives None for what is missing; checks and figures may share one."""
 
     def __init__(self, results: ResultsLike) -> None:
         self.results = results
         self.configuration = results.configuration
-        self._available = set(results.available())
+        self.available = results.available()
         self._curves: dict[tuple[str, str, str], Curve] = {}
 
     def curve(self, experiment: str, noise: str, method: str) -> Curve | None:
         """The curves of a run, or None if it is not among the results."""
         key = (experiment, noise, method)
-        if key not in self._available:
+        if key not in self.available:
             return None
         if key not in self._curves:
             self._curves[key] = Curve(self.results.curves(*key).load())
@@ -154,15 +155,15 @@ class Reader:
 
     def methods(self, experiment: str, noise: str) -> list[str]:
         """The methods that were run on an experiment at a level of noise."""
-        return sorted({m for e, n, m in self._available if (e, n) == (experiment, noise)})
+        return sorted({m for e, n, m in self.available if (e, n) == (experiment, noise)})
 
     def tuning(self, experiment: str, method: str) -> xr.Dataset | None:
         """The search for a method's rate, or None if there was none."""
-        if not any((e, m) == (experiment, method) for e, _, m in self._available):
+        if not any((e, m) == (experiment, method) for e, _, m in self.available):
             return None
         try:
             return self.results.tuning(experiment, method)
-        except (KeyError, FileNotFoundError):
+        except (KeyError, ResultsError):
             return None
 
 
