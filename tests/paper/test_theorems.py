@@ -42,8 +42,10 @@ def test_gradients_are_those_of_the_objective(problem):
     rng = np.random.default_rng(0)
     x, direction = problem.x1 + rng.normal(size=(4, len(problem.x1))), rng.normal(size=len(problem.x1))
     h = 1e-5
-    difference = (problem.objective(x + h * direction) - problem.objective(x - h * direction)) / (2 * h)
-    np.testing.assert_allclose(problem.gradient(x) @ direction, difference, rtol=1e-6, atol=1e-8)
+    difference = (problem.evaluate(x + h * direction).objective - problem.evaluate(x - h * direction).objective) / (
+        2 * h
+    )
+    np.testing.assert_allclose(problem.evaluate(x).gradient @ direction, difference, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
@@ -51,11 +53,13 @@ def test_the_constants_are_what_the_assumptions_say(problem):
     rng = np.random.default_rng(1)
     x = problem.x1 + rng.normal(size=(300, len(problem.x1)))
     y = x + 0.1 * rng.normal(size=x.shape)
-    slope = np.linalg.norm(problem.gradient(x) - problem.gradient(y), axis=1) / np.linalg.norm(x - y, axis=1)
+    slope = np.linalg.norm(problem.evaluate(x).gradient - problem.evaluate(y).gradient, axis=1) / np.linalg.norm(
+        x - y, axis=1
+    )
     assert slope.max() <= problem.smoothness * (1 + 1e-12)
     if problem.pl_constant:
-        gradient = (problem.gradient(x) ** 2).sum(axis=1)
-        assert (gradient >= 2 * problem.pl_constant * problem.objective(x) * (1 - 1e-9)).all()
+        gradient = (problem.evaluate(x).gradient ** 2).sum(axis=1)
+        assert (gradient >= 2 * problem.pl_constant * problem.evaluate(x).objective * (1 - 1e-9)).all()
     else:
         pair = problem.noisy_pair(x, rng)
         assert (np.abs(pair) <= np.array(problem.lipschitz) + 1e-12).all()
@@ -66,7 +70,7 @@ def test_the_constants_are_what_the_assumptions_say(problem):
 def test_noisy_gradients_are_unbiased_independent_and_of_the_stated_variance(problem):
     rng = np.random.default_rng(2)
     x = np.tile(problem.x1 + 0.3, (20_000, 1))
-    mean, variance = problem.gradient(x[:1])[0], problem.variance(x[:1])[0]
+    mean, variance = problem.evaluate(x[:1]).gradient[0], problem.evaluate(x[:1]).variance[0]
     g, other = problem.noisy_pair(x, rng)
     error = np.sqrt(variance / len(x))
     assert (np.abs(g.mean(axis=0) - mean) <= 5 * error + 1e-12).all()
@@ -91,7 +95,7 @@ def test_the_simulation_is_algorithm_1(per_coordinate):
         oracle, problem.x1, 60, smoothness=problem.smoothness, alpha=10.0, blocks=range(2) if per_coordinate else None
     )
     np.testing.assert_allclose(trace.step_sizes[:, 0], run.step_sizes, rtol=1e-12)
-    np.testing.assert_allclose(trace.objective[:, 0], problem.objective(run.iterates), rtol=1e-12)
+    np.testing.assert_allclose(trace.objective[:, 0], problem.evaluate(run.iterates).objective, rtol=1e-12)
 
 
 def test_using_one_gradient_twice_is_caught_by_theorem_1():

@@ -692,8 +692,8 @@ def _smoothness_1002(read: Reader) -> Claim:
         " run, and with a finer one",
         "very close is read as within 10 %",
         tuple(parts),
-        note="The neighbours of 0.001 on a 1-2-5 grid are a factor of two away, so that the coarse grid can hardly"
-        " say anything else; a fine one tunes SGD to the edge of stability, near 2/1002.",
+        note="On a 1-2-5 grid the candidates near 1/1002 are 0.001 (M = 1000) and 0.002 (M = 500); a fine grid tunes"
+        " SGD to the edge of stability, near 2/1002.",
     )
 
 
@@ -834,8 +834,8 @@ UNCHECKED: tuple[tuple[str, str], ...] = (
         "how the figures are drawn: they are drawn so, and the tests look at their axes",
     ),
     (
-        "Note that we adopt the scheme of using a single learning rate for all dimensions in SGDOL and AdaGrad thus the"
-        " suffix ‘Global’.",
+        "Note that we adopt the scheme of using a single learning rate for all dimensions in SGDOL and AdaGrad thus"
+        " the suffix ‘Global’.",
         "a definition of names",
     ),
     (

@@ -143,6 +143,7 @@ class Reader:
         self.configuration = results.configuration
         self.available = results.available()
         self._curves: dict[tuple[str, str, str], Curve] = {}
+        self._tunings: dict[tuple[str, str], xr.Dataset | None] = {}
 
     def curve(self, experiment: str, noise: str, method: str) -> Curve | None:
         """The curves of a run, or None if it is not among the results."""
@@ -159,12 +160,13 @@ class Reader:
 
     def tuning(self, experiment: str, method: str) -> xr.Dataset | None:
         """The search for a method's rate, or None if there was none."""
-        if not any((e, m) == (experiment, method) for e, _, m in self.available):
-            return None
-        try:
-            return self.results.tuning(experiment, method)
-        except (KeyError, ResultsError):
-            return None
+        key = (experiment, method)
+        if key not in self._tunings:
+            try:
+                self._tunings[key] = self.results.tuning(*key)
+            except (KeyError, ResultsError):
+                self._tunings[key] = None
+        return self._tunings[key]
 
 
 def part(

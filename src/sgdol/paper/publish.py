@@ -45,5 +45,5 @@ def publish(results: Results, progress: Callable[[str], None] | None = None) -> 
     claims_file = write_claims(claims, results.folder / "claims.json")
     if progress:
         progress("report")
-    report = write_report(results, claims, results.folder, results.timings())
+    report = write_report(read, results.summary(), claims, results.folder, results.timings())
     return Publication(claims, figures, claims_file, report)

@@ -15,24 +15,16 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import sgdol
 from sgdol.paper.claims import UNCHECKED
 from sgdol.paper.figures import FIGURES
-from sgdol.paper.measures import Reader, ResultsLike
+from sgdol.paper.measures import Reader
 from sgdol.paper.results import write_atomically
 from sgdol.paper.verdict import VERDICTS, Claim, Part
 
-__all__ = ["READINGS", "Summarised", "command", "number", "render", "versions", "write_report"]
-
-
-class Summarised(ResultsLike, Protocol):
-    """Results that also have the table of summary.csv."""
-
-    def summary(self) -> list[dict[str, Any]]:
-        """One row per experiment, noise and method."""
-        ...
+__all__ = ["READINGS", "command", "number", "render", "versions", "write_report"]
 
 
 READINGS: tuple[tuple[str, str], ...] = (
@@ -274,11 +266,10 @@ def _figure(folder: Path, name: str, caption: str) -> str:
     )
 
 
-def _rates(results: Summarised) -> str:
-    read = Reader(results)
+def _rates(read: Reader) -> str:
     rows = []
     for experiment in ("rosenbrock", "adult"):
-        for method in dict.fromkeys(m for e, _, m in results.available() if e == experiment):
+        for method in dict.fromkeys(m for e, _, m in read.available if e == experiment):
             tuning = read.tuning(experiment, method)
             if tuning is None:
                 continue
@@ -298,9 +289,9 @@ def _rates(results: Summarised) -> str:
     return _table(("experiment", "method", "rate", "grid", "rates", "criterion"), rows, numeric=(2, 4))
 
 
-def _summary(results: Summarised, methods: Sequence[str] | None = None) -> str:
+def _summary(summary: Sequence[Mapping[str, Any]], methods: Sequence[str] | None = None) -> str:
     rows = []
-    for row in results.summary():
+    for row in summary:
         if methods is not None and row["method"] not in methods:
             continue
         diverged, repeats = int(row["diverged"]), int(row["repeats"])
@@ -345,7 +336,8 @@ def _definitions(pairs: Mapping[str, Any]) -> str:
 
 
 def render(
-    results: Summarised,
+    read: Reader,
+    summary: Sequence[Mapping[str, Any]],
     claims: Sequence[Claim],
     folder: str | os.PathLike[str],
     timings: Mapping[str, float] | None = None,
@@ -353,12 +345,13 @@ def render(
     """The page as text, with the figures that the folder holds.
 
     Args:
-        results: an opened results folder.
+        read: reads an opened results folder.
+        summary: the rows of summary.csv.
         claims: what :func:`sgdol.paper.claims.check_claims` found.
         folder: where the figures' SVG files are.
         timings: seconds by part of the run.
     """
-    where, configuration = Path(folder), results.configuration
+    where, configuration = Path(folder), read.configuration
     settings = {name: value for name, value in vars(configuration).items() if value is not None}
     figures = "".join(
         _figure(where, f"figure{n}", f"Figure {n}. {layout.title}. {_CAPTIONS[n]}") for n, layout in FIGURES.items()
@@ -371,7 +364,7 @@ def render(
             "Learning rates",
             "<p>Each method's rate was chosen on the noiseless problem and used unchanged under noise. SGDOL's M is the"
             " reciprocal of SGD's rate, and α = 10; neither was tuned.</p>"
-            + _rates(results)
+            + _rates(read)
             + _figure(where, "tuning", "Each point is a whole run without noise, the ring is the rate chosen."),
         ),
         (
@@ -387,13 +380,13 @@ def render(
             " feature never"
             " occurs keeps the step size 1/M, so that an unweighted mean of the step sizes misleads.</p>"
             + _figure(where, "coordinate", "SGDOL Coordinate against SGDOL Global and AdaGrad Coordinate.")
-            + _summary(results, ("SGDOL Global", "SGDOL Coordinate", "AdaGrad Coordinate")),
+            + _summary(summary, ("SGDOL Global", "SGDOL Coordinate", "AdaGrad Coordinate")),
         ),
         (
             "summary",
             "All results at the horizon",
             "<p>Means over the repeats ± one standard deviation between them. The same table is in summary.csv.</p>"
-            + _summary(results),
+            + _summary(summary),
         ),
         (
             "readings",
@@ -436,12 +429,13 @@ Non-Convex Optimization</i>, ICML 2019. Every experiment, and every factual sent
 
 
 def write_report(
-    results: Summarised,
+    read: Reader,
+    summary: Sequence[Mapping[str, Any]],
     claims: Sequence[Claim],
     folder: str | os.PathLike[str],
     timings: Mapping[str, float] | None = None,
 ) -> Path:
     """Write report.html beside the figures and return where it is."""
     target = Path(folder) / "report.html"
-    write_atomically(target, render(results, claims, folder, timings).encode())
+    write_atomically(target, render(read, summary, claims, folder, timings).encode())
     return target
