@@ -27,7 +27,7 @@ GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 class ScaleBySGDOLState(NamedTuple):
     """Everything that SGDOL remembers between two calls of ``update``."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # optax's word for it; a tuple's method of that name is hidden
     """How many updates were made; a call that only holds a gradient is none."""
     pending: jax.Array
     """Whether a gradient is held and waits for its partner."""
@@ -215,9 +215,8 @@ def scale_by_sgdol(
         leaves, tree = jax.tree.flatten(gradients)
         wide = [leaf.astype(_wide(leaf)) for leaf in leaves]
         blocks: Literal["coordinate"] | None = "coordinate" if granularity == "coordinate" else None
-        directions, us, ns = zip(
-            *(surrogate.statistics(leaf, estimator=estimator, blocks=blocks) for leaf in wide), strict=True
-        )
+        each = [surrogate.statistics(leaf, estimator=estimator, blocks=blocks) for leaf in wide]
+        directions, us, ns = ([s.direction for s in each], [s.u for s in each], [s.n for s in each])
         trace = state.trace
         if with_momentum:
             correction = [1 - momentum ** (state.count.astype(d.dtype) + 1) for d in directions]
@@ -230,10 +229,10 @@ def scale_by_sgdol(
             after = [momentum * m + (1 - momentum) * g for m, g in zip(before, directions, strict=True)]
             directions = [m / c for m, c in zip(after, correction, strict=True)]
             ns = [d * d if blocks else jnp.sum(d * d) for d in directions]
-            trace = tree.unflatten(after)
+            trace = jax.tree.unflatten(tree, after)
         if granularity == "global":
             us, ns = [sum(us)], [sum(ns)]
-        zeros = _zeros([d for d in directions])
+        zeros = _zeros(directions)
         us = [u.astype(zero.dtype) for u, zero in zip(us, zeros, strict=True)]
         ns = [n.astype(zero.dtype) for n, zero in zip(ns, zeros, strict=True)]
 
@@ -251,14 +250,12 @@ def scale_by_sgdol(
             multiplier=tuple(multipliers),
             trace=trace,
         )
-        each = multipliers * len(leaves) if granularity == "global" else multipliers
-        scaled = [
-            (m * d).astype(leaf.dtype) for m, d, leaf in zip(each, directions, leaves, strict=True)
-        ]
+        factors = multipliers * len(leaves) if granularity == "global" else multipliers
+        scaled = [(m * d).astype(leaf.dtype) for m, d, leaf in zip(factors, directions, leaves, strict=True)]
         # Squares of a finite gradient may overflow, and one infinite sum would end the learning for ever.
         finite = jnp.isfinite(sum(jnp.sum(u) for u in us) + sum(jnp.sum(n) for n in ns))
         unchanged = state._replace(pending=new.pending, held=new.held)
-        updates = tree.unflatten([jnp.where(finite, leaf, jnp.zeros_like(leaf)) for leaf in scaled])
+        updates = jax.tree.unflatten(tree, [jnp.where(finite, leaf, jnp.zeros_like(leaf)) for leaf in scaled])
         return updates, _select(finite, new, unchanged)
 
     def _zeros(leaves: list[Any]) -> list[jax.Array]:
@@ -286,12 +283,12 @@ def _share(alphas: tuple[jax.Array, ...], ns: list[jax.Array], sizes: list[int])
 
 def _is_stacked(gradients: Any, like: Any, name: str = "updates") -> bool:
     """Whether every leaf has one leading axis more than its parameter; an error for anything but all or none."""
-    if jax.tree.structure(gradients) != jax.tree.structure(like):
-        raise ValueError(
-            f"{name} must have the tree structure of the parameters, {jax.tree.structure(like)}, got "
-            f"{jax.tree.structure(gradients)}"
-        )
-    shapes = [(jnp.shape(g), jnp.shape(p)) for g, p in zip(jax.tree.leaves(gradients), jax.tree.leaves(like), strict=True)]
+    given: Any = jax.tree.structure(gradients)
+    expected: Any = jax.tree.structure(like)
+    if given != expected:
+        raise ValueError(f"{name} must have the tree structure of the parameters, {expected}, got {given}")
+    pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(like), strict=True)
+    shapes = [(jnp.shape(gradient), jnp.shape(parameter)) for gradient, parameter in pairs]
     if all(g == p for g, p in shapes):
         return False
     counts = {g[0] for g, p in shapes if g[1:] == p and len(g) == len(p) + 1}

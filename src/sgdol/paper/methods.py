@@ -118,9 +118,7 @@ class HypergradientState(NamedTuple):
     previous: Any
 
 
-def hypergradient(
-    learning_rate: float | jax.Array, beta: float | jax.Array
-) -> optax.GradientTransformationExtraArgs:
+def hypergradient(learning_rate: float | jax.Array, beta: float | jax.Array) -> optax.GradientTransformationExtraArgs:
     r"""SGD with hypergradient descent, additive rule (SGD-HD of Baydin et al. 2018).
 
     .. math:: \eta_t = \eta_{t-1} + \beta \langle g_t, g_{t-1}\rangle, \qquad x_{t+1} = x_t - \eta_t g_t
@@ -236,9 +234,7 @@ def methods(adagrad_form: AdaGradForm = "current") -> dict[str, Method]:
         ),
         Method("Adam", lambda learning_rate: optax.adam(learning_rate, b1=0.9, b2=0.999, eps=1e-8)),
         # PyTorch's decay and its eps outside the root; optax's default decay is 0.9.
-        Method(
-            "RMSProp", lambda learning_rate: optax.rmsprop(learning_rate, decay=0.99, eps=1e-8, eps_in_sqrt=False)
-        ),
+        Method("RMSProp", lambda learning_rate: optax.rmsprop(learning_rate, decay=0.99, eps=1e-8, eps_in_sqrt=False)),
         Method("AdaDelta", lambda learning_rate: optax.adadelta(learning_rate, rho=0.9, eps=1e-6)),
         # The largest of the bias-corrected second moments; PyTorch corrects after taking the largest.
         Method("AMSGrad", lambda learning_rate: optax.amsgrad(learning_rate, b1=0.9, b2=0.999, eps=1e-8)),

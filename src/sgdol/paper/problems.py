@@ -8,8 +8,9 @@ are in :attr:`~Problem.data` and are passed as arguments, so that compiled progr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,35 +35,49 @@ class Noise(NamedTuple):
     """How many samples a minibatch has; 0 for no minibatches."""
 
 
-class Problem(Protocol):
-    """What the runner needs to know of a problem."""
+class Problem(ABC):
+    """What the runner needs to know of a problem. Problems are compared by identity."""
 
-    name: str
-    x1: NDArray[np.float64]
-    """The first point."""
-    noises: tuple[Noise, ...]
-    cheap: bool
+    name: ClassVar[str]
+    cheap: ClassVar[bool]
     """Whether evaluating the true gradient at every iteration is cheap."""
-    chunk: int
+    chunk: ClassVar[int]
     """How many full gradients one call of the noiseless program takes."""
-    data: Any
-    """The arrays that the objective needs."""
 
-    def objective_and_gradient(self, data: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """f and its gradient at each row of ``x``."""
-        ...
+    @property
+    @abstractmethod
+    def x1(self) -> NDArray[np.float64]:
+        """The first point."""
 
-    def draw(self, key: jax.Array, steps: int, noise: Noise, sigma: jax.Array) -> jax.Array:
+    @property
+    @abstractmethod
+    def noises(self) -> tuple[Noise, ...]:
+        """The settings of the noise, in the order of the paper's panels."""
+
+    @property
+    def data(self) -> Any:
+        """The arrays that the objective needs."""
+        return ()
+
+    @abstractmethod
+    def objective_and_gradient(self, data: Any, x: Any) -> tuple[jax.Array, jax.Array]:
+        """The objective and its gradient at each row of ``x``."""
+
+    @abstractmethod
+    def draw(self, stream: np.random.Generator, steps: int, noise: Noise) -> NDArray[Any]:
         """The randomness of ``steps`` stochastic gradients, along the first axis."""
-        ...
 
+    @abstractmethod
     def stochastic_gradient(self, data: Any, x: jax.Array, sample: jax.Array) -> jax.Array:
         """A stochastic gradient at each row of ``x``, from the sample of the same number."""
-        ...
+
+    @abstractmethod
+    def total_variance(self, noise: Noise) -> float:
+        """The variance E ||g - grad f||^2 of a stochastic gradient at the first point."""
 
 
 @dataclass(frozen=True, eq=False)
-class Rosenbrock:
+class Rosenbrock(Problem):
     r"""The two-dimensional Rosenbrock function with additive white Gaussian noise on its gradient.
 
     .. math:: f(x, y) = (1 - x)^2 + 100 (y - x^2)^2, \qquad f^\star = f(1, 1) = 0
@@ -78,11 +93,11 @@ class Rosenbrock:
 
     noise_model: NoiseModel = "coordinate"
     sigmas: tuple[float, ...] = (0.0, 0.2, 5.0)
-    name = "rosenbrock"
-    cheap = True
-    chunk = 1000
-    data = ()
-    optimum = 0.0
+    name: ClassVar[str] = "rosenbrock"
+    cheap: ClassVar[bool] = True
+    chunk: ClassVar[int] = 1000
+    optimum: ClassVar[float] = 0.0
+    """f*."""
 
     def __post_init__(self) -> None:
         if self.noise_model not in NOISE_MODELS:
@@ -102,23 +117,23 @@ class Rosenbrock:
         share = 1.0 if self.noise_model == "coordinate" else 2.0**-0.5
         return tuple(Noise(f"sigma={s:g}", deterministic=s == 0, sigma=s * share) for s in self.sigmas)
 
-    def objective_and_gradient(self, data: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """F and its gradient at each row of ``x``."""
+    def objective_and_gradient(self, data: Any, x: Any) -> tuple[jax.Array, jax.Array]:
+        """The objective and its gradient at each row of ``x``."""
         a, b = x[..., 0], x[..., 1]
         valley = b - a * a
         gradient = jnp.stack([-2 * (1 - a) - 400 * a * valley, 200 * valley], axis=-1)
         return (1 - a) ** 2 + 100 * valley**2, gradient
 
-    def draw(self, key: jax.Array, steps: int, noise: Noise, sigma: jax.Array) -> jax.Array:
+    def draw(self, stream: np.random.Generator, steps: int, noise: Noise) -> NDArray[Any]:
         """White noise."""
-        return sigma * jax.random.normal(key, (steps, 2))
+        return noise.sigma * stream.standard_normal((steps, 2))
 
     def stochastic_gradient(self, data: Any, x: jax.Array, sample: jax.Array) -> jax.Array:
         """The gradient with noise added."""
         return self.objective_and_gradient(data, x)[1] + sample
 
     def total_variance(self, noise: Noise) -> float:
-        """E ||noise||^2, the same everywhere."""
+        """E ||noise||^2, the same at every point."""
         return 2 * noise.sigma**2
 
 
@@ -139,20 +154,20 @@ def _phi_derivative(residual: jax.Array) -> jax.Array:
 class AdultData(NamedTuple):
     """The samples, in the two forms that the two kinds of gradient need."""
 
-    features: jax.Array
+    features: Any
     """Distinct samples, dense: (distinct, dimension)."""
-    labels: jax.Array
-    weights: jax.Array
+    labels: Any
+    weights: Any
     """The share of each distinct sample in the data; they add up to 1."""
-    indices: jax.Array
+    indices: Any
     """Of every sample, the features that are not zero; padded by the number of features: (samples, most)."""
-    values: jax.Array | None
+    values: Any
     """Their values; None if all of them are 1."""
-    sample_labels: jax.Array
+    sample_labels: Any
 
 
 @dataclass(frozen=True, eq=False)
-class AdultClassifier:
+class AdultClassifier(Problem):
     r"""The non-linear classification model of section 7, with minibatches drawn i.i.d. with replacement.
 
     .. math:: f(x) = \frac1m \sum_{i=1}^m \phi(a_i^\top x - y_i), \qquad \phi(\theta) = \frac{\theta^2}{1 + \theta^2}
@@ -174,9 +189,10 @@ class AdultClassifier:
     features: NDArray[np.float64]
     labels: NDArray[np.float64]
     batches: tuple[int, ...] = (0, 50, 1)
-    name = "adult"
-    cheap = False
-    chunk = 100
+    name: ClassVar[str] = "adult"
+    cheap: ClassVar[bool] = False
+    chunk: ClassVar[int] = 100
+    _data: AdultData = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.features.ndim != 2 or self.labels.shape != self.features.shape[:1] or not self.features.size:
@@ -184,7 +200,12 @@ class AdultClassifier:
                 f"features must be a table with a label for each row, got the shapes {self.features.shape} and "
                 f"{self.labels.shape}"
             )
-        object.__setattr__(self, "data", _prepare(self.features, self.labels))
+        object.__setattr__(self, "_data", _prepare(self.features, self.labels))
+
+    @property
+    def data(self) -> AdultData:
+        """The samples."""
+        return self._data
 
     @property
     def x1(self) -> NDArray[np.float64]:
@@ -196,15 +217,16 @@ class AdultClassifier:
         """One per minibatch size."""
         return tuple(Noise(f"batch={b or 'all'}", deterministic=b == 0, batch=b) for b in self.batches)
 
-    def objective_and_gradient(self, data: AdultData, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """F and its gradient at each row of ``x``: two products of matrices."""
+    def objective_and_gradient(self, data: AdultData, x: Any) -> tuple[jax.Array, jax.Array]:
+        """The objective and its gradient at each row of ``x``: two products of matrices."""
         residual = data.features @ x.T - data.labels[:, None]
-        gradient = (data.features.T @ (data.weights[:, None] * _phi_derivative(residual))).T
-        return data.weights @ phi(residual), gradient
+        inverse = 1 / (1 + residual * residual)  # phi is 1 - inverse: one division does for both
+        slope = (2 * data.weights[:, None]) * residual * inverse * inverse
+        return 1 - data.weights @ inverse, (data.features.T @ slope).T
 
-    def draw(self, key: jax.Array, steps: int, noise: Noise, sigma: jax.Array) -> jax.Array:
+    def draw(self, stream: np.random.Generator, steps: int, noise: Noise) -> NDArray[Any]:
         """The numbers of the samples in each minibatch."""
-        return jax.random.randint(key, (steps, noise.batch), 0, len(self.labels), dtype=jnp.int32)
+        return stream.integers(0, len(self.labels), (steps, noise.batch), dtype=np.int32)
 
     def stochastic_gradient(self, data: AdultData, x: jax.Array, sample: jax.Array) -> jax.Array:
         """The mean gradient of a minibatch, by gathering and scattering the few features that it has."""
@@ -225,7 +247,7 @@ class AdultClassifier:
         return jax.vmap(one)(x, sample)
 
     def total_variance(self, noise: Noise) -> float:
-        """E ||g - grad f||^2 of a minibatch gradient g at x_1; elsewhere it is another number."""
+        """E ||g - grad f||^2 of a minibatch gradient g at x_1; at other points it is another number."""
         if noise.deterministic:
             return 0.0
         residual = self.features @ self.x1 - self.labels
@@ -253,4 +275,4 @@ def _prepare(features: NDArray[np.float64], labels: NDArray[np.float64]) -> Adul
         indices=indices,
         values=None if np.all(features[rows, columns] == 1) else values,
         sample_labels=labels,
-    )  # type: ignore[arg-type]
+    )

@@ -21,7 +21,7 @@ from sgdol.paper.data import balanced_adult
 from sgdol.paper.methods import Method, ghadimi_lan_step_size, methods
 from sgdol.paper.problems import AdultClassifier, Noise, Problem, Rosenbrock
 from sgdol.paper.results import Configuration, Horizons, Results, key_of
-from sgdol.paper.runner import DIVERGENCE, STEPS, Lanes, Trace, run_noiseless, run_noisy
+from sgdol.paper.runner import DIVERGENCE, Lanes, Trace, evaluate, run_noiseless, run_noisy
 from sgdol.paper.tuning import CRITERIA, GRIDS, Search, tune
 
 __all__ = ["Progress", "reproduce"]
@@ -186,7 +186,7 @@ class _Experiment:
                 self.chosen[method.name] = {name: float(search[names[name]][index]) for name in method.tuned}
                 lowest = min(lowest, float(search["objective"].where(~search["diverged"]).min()))
         self.smoothness = 1 / self.chosen["SGD"]["learning_rate"]
-        at_start = float(self.problem.objective_and_gradient(self.problem.data, self.problem.x1[None])[0][0])
+        at_start = float(evaluate(self.problem, self.problem.x1[None])[0][0])
         self.gap = at_start - (self.problem.optimum if isinstance(self.problem, Rosenbrock) else lowest)
 
     def _search_dataset(self, search: Search) -> xr.Dataset:
@@ -281,7 +281,6 @@ class _Experiment:
             hyperparameters=dict(hyperparameters),
             steps=horizon,
             lanes=self.repeats,
-            chunk=STEPS,
             divergence=DIVERGENCE,
         )
 
@@ -342,8 +341,9 @@ def _lanes(hyperparameters: Mapping[str, float], count: int) -> dict[str, np.nda
 
 def _repeated(trace: Trace, repeats: int) -> Trace:
     """Without noise, every repeat is the same."""
-    each = {name: np.repeat(getattr(trace, name), repeats, axis=0) for name in trace._fields if name not in _ONCE}
+    each: dict[str, Any] = {
+        name: np.repeat(values, repeats, axis=0)
+        for name, values in trace._asdict().items()
+        if name not in ("iteration", "evaluations")
+    }
     return trace._replace(**each)
-
-
-_ONCE = ("iteration", "evaluations")

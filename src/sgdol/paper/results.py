@@ -34,7 +34,16 @@ import sgdol
 from sgdol.paper.methods import METHODS, methods
 from sgdol.paper.problems import NOISE_MODELS, NoiseModel
 
-__all__ = ["EXPERIMENTS", "FIGURES", "NOISES", "SUMMARY_COLUMNS", "Configuration", "Horizons", "Results", "ResultsError"]
+__all__ = [
+    "EXPERIMENTS",
+    "FIGURES",
+    "NOISES",
+    "SUMMARY_COLUMNS",
+    "Configuration",
+    "Horizons",
+    "Results",
+    "ResultsError",
+]
 
 EXPERIMENTS = ("rosenbrock", "adult")
 NOISES: Mapping[str, tuple[str, ...]] = {
@@ -101,8 +110,7 @@ class Configuration:
         adagrad_form: whether AdaGrad Global's step size includes the current gradient.
         noiseless_horizon: T of the full-batch runs on adult, where one iteration costs as much as a hundred noisy ones;
             None for a tenth of the horizon, and no less than 1,000 if the horizon allows it.
-        tuning_horizon: T of the search of the rates; None for the horizon (at most 100,000) on Rosenbrock and
-            for a fifth of the noiseless horizon, no less than 300, on adult.
+        tuning_horizon: T of the search of the rates; None for that of the noiseless runs, and at most 100,000.
 
     >>> Configuration(figures=(5,))
     Traceback (most recent call last):
@@ -164,12 +172,12 @@ class Configuration:
         """How many iterations the experiment's parts take.
 
         >>> Configuration().horizons("adult")
-        Horizons(noisy=100000, noiseless=10000, tuning=2000)
+        Horizons(noisy=100000, noiseless=10000, tuning=10000)
         """
-        if experiment == "rosenbrock":
-            return Horizons(self.horizon, self.horizon, self.tuning_horizon or min(self.horizon, DEFAULT_HORIZON))
-        noiseless = self.noiseless_horizon or min(self.horizon, max(self.horizon // 10, 1000))
-        return Horizons(self.horizon, noiseless, self.tuning_horizon or min(noiseless, max(noiseless // 5, 300)))
+        noiseless = self.horizon
+        if experiment == "adult":
+            noiseless = self.noiseless_horizon or min(self.horizon, max(self.horizon // 10, 1000))
+        return Horizons(self.horizon, noiseless, self.tuning_horizon or min(noiseless, DEFAULT_HORIZON))
 
     def identity(self) -> dict[str, Any]:
         """Everything that the numbers depend on; the figures only choose which of them are made."""
@@ -377,7 +385,9 @@ class Results:
         writer = csv.DictWriter(text, SUMMARY_COLUMNS, lineterminator="\n")
         writer.writeheader()
         for row in self.summary():
-            writer.writerow({n: "" if isinstance(v, float) and math.isnan(v) and n in _BLANK else v for n, v in row.items()})
+            writer.writerow(
+                {n: "" if isinstance(v, float) and math.isnan(v) and n in _BLANK else v for n, v in row.items()}
+            )
         write_atomically(self.folder / "summary.csv", text.getvalue().encode())
 
     def record_time(self, part: str, seconds: float) -> None:

@@ -1,12 +1,13 @@
 r"""Run methods on problems, compiled: ``lax.scan`` over time, ``vmap`` over lanes (repeats, or rates to be tuned).
 
-Time is cut into chunks. One call of a compiled program draws the randomness of a whole chunk at once, scans over its
-steps, and hands back what is to be recorded; so a run of any length is one small program, and the path of a short run is
-the beginning of that of a long one.
+Time is cut into chunks. The randomness of a whole chunk is drawn at once, from a stream of its own for every repeat
+and for each of the gradients of an iteration; one call of a compiled program scans over the chunk's steps and hands
+back what is to be recorded. So a run of any length is one small program, and the path of a short run is the beginning
+of that of a long one, whatever the number of repeats.
 
 What is recorded, at log-spaced iterations t, is the running mean :math:`\frac1t \sum_{s \le t} \|\nabla f(x_s)\|^2` of
-*true* gradients, which is :math:`E\|\nabla f(x_k)\|^2` over the uniformly random output of Algorithm 1, with the squared
-gradient, the objective and the step size at t itself; all at :math:`x_t`, before update t.
+*true* gradients, which is :math:`E\|\nabla f(x_k)\|^2` over the uniformly random output of Algorithm 1, with the
+squared gradient, the objective and the step size at t itself; all at :math:`x_t`, before update t.
 
 Where a true gradient is cheap (Rosenbrock) or is what the method uses anyway (no noise), the running mean is exact. On
 the adult data a full gradient costs as much as a hundred minibatch ones, so there it is estimated: the iterations up to
@@ -19,10 +20,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +34,23 @@ from numpy.typing import NDArray
 from sgdol.paper.methods import Method
 from sgdol.paper.problems import Noise, Problem
 
-__all__ = ["DIVERGENCE", "Lanes", "Strata", "Trace", "record_iterations", "run_noiseless", "run_noisy", "strata"]
+__all__ = [
+    "DIVERGENCE",
+    "Lanes",
+    "Strata",
+    "Trace",
+    "evaluate",
+    "record_iterations",
+    "run_noiseless",
+    "run_noisy",
+    "strata",
+]
 
 DIVERGENCE = 1e10
 """A run has diverged once a coordinate of an iterate is beyond this, or is no number any more."""
 
 STEPS = 1000
-"""The length of a chunk of a noisy run. It is part of how randomness is drawn: changing it changes the numbers."""
+"""The length of a chunk of a noisy run."""
 
 EVALUATIONS = 256
 """How many points (all lanes of some iterations) one evaluation of true gradients takes at least."""
@@ -99,7 +111,9 @@ class Strata(NamedTuple):
     """For each recorded iteration, how many strata end at or before it."""
 
 
-def strata(recorded: NDArray[np.int64], rng: np.random.Generator, fraction: float = 1 / 300, longest: int = 100) -> Strata:
+def strata(
+    recorded: NDArray[np.int64], rng: np.random.Generator, fraction: float = 1 / 200, longest: int = 100
+) -> Strata:
     """Cut 1, ..., T into strata of at most ``fraction`` of t and at most ``longest``, and draw a position in each.
 
     >>> strata(np.array([1, 2, 10]), np.random.default_rng(0)).size.sum()
@@ -135,15 +149,27 @@ def seed_of(seed: int, *names: str) -> int:
 def _double_precision() -> AbstractContextManager[Any]:
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(True)
-    from jax.experimental import enable_x64  # jax < 0.8
+    return importlib.import_module("jax.experimental").enable_x64()  # where it was before
 
-    return enable_x64()
+
+def evaluate(problem: Problem, x: Any) -> tuple[Array, Array]:
+    """The objective and the gradient of a problem at each row of ``x``, in double precision.
+
+    >>> from sgdol.paper.problems import Rosenbrock
+    >>> evaluate(Rosenbrock(), [[0.0, 0.0]])
+    (array([1.]), array([[-2.,  0.]]))
+    """
+    with _double_precision():
+        objective, gradient = problem.objective_and_gradient(problem.data, jnp.asarray(x, float))
+        return np.array(objective), np.array(gradient) + 0.0
 
 
 # --------------------------------------------------------------------------------------------------- without noise
 
 
-def run_noiseless(problem: Problem, group: Sequence[Lanes], horizon: int, progress: Progress | None = None) -> list[Trace]:
+def run_noiseless(
+    problem: Problem, group: Sequence[Lanes], horizon: int, progress: Progress | None = None
+) -> list[Trace]:
     """Run several methods, each with several lanes, in one program that computes all their gradients together.
 
     A full gradient is a product with a matrix, which is far faster for many points at once.
@@ -158,11 +184,10 @@ def run_noiseless(problem: Problem, group: Sequence[Lanes], horizon: int, progre
         chunk = _noiseless_program(problem, tuple(lanes.method for lanes in group))
         data = jax.device_put(problem.data)
         hyperparameters = [{k: jnp.asarray(v) for k, v in lanes.hyperparameters.items()} for lanes in group]
-        x = [jnp.broadcast_to(jnp.asarray(problem.x1), (lanes.size, len(problem.x1))) for lanes in group]
-        states = [
-            jax.vmap(lanes.method.initial)(h, points)
-            for lanes, h, points in zip(group, hyperparameters, x, strict=True)
-        ]
+        x = tuple(_first_points(problem, lanes) for lanes in group)
+        states = tuple(
+            _initial(lanes.method)(h, points) for lanes, h, points in zip(group, hyperparameters, x, strict=True)
+        )
         recorders = [_ExactRecorder(lanes.size, horizon) for lanes in group]
         for steps in _chunks(horizon, problem.chunk):
             x, states, outputs = chunk(data, hyperparameters, x, states)
@@ -191,7 +216,7 @@ def _noiseless_program(problem: Problem, group: tuple[Method, ...]) -> Any:
                 first = last
             return tuple(zip(*after, strict=True)), outputs
 
-        (x, states), outputs = jax.lax.scan(step, (tuple(x), tuple(states)), None, length=problem.chunk)
+        (x, states), outputs = jax.lax.scan(step, (x, states), None, length=problem.chunk)
         return x, states, outputs
 
     return jax.jit(chunk)
@@ -221,39 +246,52 @@ def run_noisy(
     """
     own_seed = seed_of(seed, problem.name, noise.name, lanes.method.name)
     with _double_precision():
-        chunk = _noisy_program(problem, lanes.method, noise._replace(name="", sigma=0.0))
+        chunk = _noisy_program(problem, lanes.method)
+        at = _evaluator(problem)
         data = jax.device_put(problem.data)
         hyperparameters = {k: jnp.asarray(v) for k, v in lanes.hyperparameters.items()}
-        key = jax.random.key(own_seed)
-        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(lanes.size))
-        x = jnp.broadcast_to(jnp.asarray(problem.x1), (lanes.size, len(problem.x1)))
-        state = jax.vmap(lanes.method.initial)(hyperparameters, x)
-        recorder: _ExactRecorder | _SampledRecorder
-        if problem.cheap:
-            recorder = _ExactRecorder(lanes.size, horizon)
-        else:
-            recorder = _SampledRecorder(problem, data, lanes.size, horizon, np.random.default_rng(own_seed))
-        for number, steps in enumerate(_chunks(horizon, STEPS)):
-            x, state, output = chunk(data, noise.sigma, hyperparameters, keys, x, state, number)
-            recorder.add(*(np.asarray(part)[:steps] for part in output))
+        streams = _streams(own_seed, lanes)
+        x = _first_points(problem, lanes)
+        state = _initial(lanes.method)(hyperparameters, x)
+        recorder: _Recorder = (
+            _EveryIteration(functools.partial(at, data), lanes.size, horizon)
+            if problem.cheap
+            else _OneOfEachStratum(functools.partial(at, data), lanes.size, horizon, np.random.default_rng(own_seed))
+        )
+        for steps in _chunks(horizon, STEPS):
+            samples = np.stack([np.stack([problem.draw(s, STEPS, noise) for s in lane], 1) for lane in streams], 1)
+            x, state, path, eta = chunk(data, hyperparameters, x, state, samples)
+            recorder.add_path(np.asarray(path), np.asarray(eta), steps)
             if progress:
                 progress(steps)
         return recorder.trace()
 
 
+def _first_points(problem: Problem, lanes: Lanes) -> jax.Array:
+    return jnp.broadcast_to(jnp.asarray(problem.x1), (lanes.size, len(problem.x1)))
+
+
 @functools.lru_cache(maxsize=64)
-def _noisy_program(problem: Problem, method: Method, noise: Noise) -> Any:
+def _initial(method: Method) -> Any:
+    return jax.jit(jax.vmap(method.initial))
+
+
+def _streams(seed: int, lanes: Lanes) -> list[list[np.random.Generator]]:
+    """A stream for each lane and each gradient of an iteration; a lane's own do not depend on how many there are."""
+
+    def stream(lane: int, which: int) -> np.random.Generator:
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, lane, which])))
+
+    return [[stream(lane, which) for which in range(lanes.method.gradients)] for lane in range(lanes.size)]
+
+
+@functools.lru_cache(maxsize=64)
+def _noisy_program(problem: Problem, method: Method) -> Any:
+    """The steps of a chunk, from samples (steps, lanes, gradients, ...): the iterate before each, the step size."""
     k = method.gradients
 
-    def chunk(data: Any, sigma: Any, hyperparameters: Any, keys: Any, x: Any, state: Any, number: Any) -> Any:
+    def chunk(data: Any, hyperparameters: Any, x: Any, state: Any, samples: Any) -> Any:
         lanes, dimension = x.shape
-
-        def draw(key: jax.Array) -> jax.Array:
-            own = jax.random.fold_in(key, number)
-            samples = [problem.draw(jax.random.fold_in(own, i), STEPS, noise, sigma) for i in range(k)]
-            return jnp.stack(samples, axis=1)
-
-        samples = jnp.moveaxis(jax.vmap(draw)(keys), 0, 1)  # (steps, lanes, k, ...)
 
         def step(carry: Any, sample: jax.Array) -> Any:
             point, inner = carry
@@ -263,24 +301,19 @@ def _noisy_program(problem: Problem, method: Method, noise: Noise) -> Any:
             moved, inner, eta = jax.vmap(method.step)(hyperparameters, inner, point, gradients)
             return (moved, inner), (point, eta)
 
-        (x, state), (path, eta) = jax.lax.scan(step, (x, state), samples, unroll=2)
-        if not problem.cheap:
-            return x, state, (path, eta)
-        points = path.reshape(-1, dimension)
-        objective, gradient = problem.objective_and_gradient(data, points)
-        squared = jnp.sum(gradient * gradient, axis=1)
-        each = (squared, objective, _out_of_bounds(points))
-        squared, objective, outside = (part.reshape(STEPS, lanes) for part in each)
-        return x, state, (squared, objective, eta, outside)
+        (x, state), (path, eta) = jax.lax.scan(step, (x, state), samples)
+        return x, state, path, eta
 
     return jax.jit(chunk)
 
 
 @functools.lru_cache(maxsize=8)
 def _evaluator(problem: Problem) -> Any:
+    """The true squared gradient norm, the objective and whether it has diverged, at each of many points."""
+
     def evaluate(data: Any, points: jax.Array) -> Any:
         objective, gradient = problem.objective_and_gradient(data, points)
-        return jnp.sum(gradient * gradient, axis=1), objective
+        return jnp.sum(gradient * gradient, axis=1), objective, _out_of_bounds(points)
 
     return jax.jit(evaluate)
 
@@ -295,6 +328,17 @@ def _out_of_bounds(x: jax.Array) -> jax.Array:
 def _chunks(horizon: int, length: int) -> Iterator[int]:
     for start in range(0, horizon, length):
         yield min(length, horizon - start)
+
+
+class _Recorder(Protocol):
+    """What becomes of the iterates of a noisy run."""
+
+    def add_path(self, path: Array, eta: Array, steps: int) -> None:
+        """The first ``steps`` of a chunk's iterates (steps, lanes, dimension) and step sizes (steps, lanes)."""
+
+    def trace(self) -> Trace:
+        """What was recorded, lanes first."""
+        ...
 
 
 class _ExactRecorder:
@@ -328,14 +372,28 @@ class _ExactRecorder:
         return Trace(self.iteration, mean, squared, objective, eta, np.zeros_like(mean), self.diverged, 0)
 
 
-class _SampledRecorder:
+class _EveryIteration(_ExactRecorder):
+    """The running mean from true gradients that are evaluated at every iterate."""
+
+    def __init__(self, evaluate: Callable[..., Any], lanes: int, horizon: int) -> None:
+        super().__init__(lanes, horizon)
+        self.evaluate = evaluate
+
+    def add_path(self, path: Array, eta: Array, steps: int) -> None:
+        """All of the chunk is evaluated, so that the program has one shape."""
+        parts = self.evaluate(path.reshape(-1, path.shape[-1]))
+        squared, objective, outside = (np.asarray(part).reshape(eta.shape)[:steps] for part in parts)
+        self.add(squared, objective, eta[:steps], outside)
+
+
+class _OneOfEachStratum:
     """The running mean from one iteration of each stratum, by evaluating the true gradient at saved iterates."""
 
-    def __init__(self, problem: Problem, data: Any, lanes: int, horizon: int, rng: np.random.Generator) -> None:
+    def __init__(self, evaluate: Callable[..., Any], lanes: int, horizon: int, rng: np.random.Generator) -> None:
         self.iteration = record_iterations(horizon)
         self.strata = strata(self.iteration, rng)
         self.needed = np.union1d(self.strata.position, self.iteration)
-        self.evaluate = functools.partial(_evaluator(problem), data)
+        self.evaluate = evaluate
         self.together = -(-EVALUATIONS // lanes)
         self.lanes = lanes
         self.done = 0
@@ -345,9 +403,9 @@ class _SampledRecorder:
         self.eta: list[Array] = []
         self.diverged = np.zeros(lanes, dtype=bool)
 
-    def add(self, path: Array, eta: Array) -> None:
-        """One chunk: the iterates (steps, lanes, dimension) and the step sizes (steps, lanes)."""
-        steps = len(path)
+    def add_path(self, path: Array, eta: Array, steps: int) -> None:
+        """Keep the iterates that are needed, and evaluate them once there are enough."""
+        path = path[:steps]
         here = self.needed[(self.needed > self.done) & (self.needed <= self.done + steps)]
         self.waiting.extend(path[here - self.done - 1])
         with np.errstate(invalid="ignore"):
@@ -363,7 +421,7 @@ class _SampledRecorder:
         del self.waiting[:count]
         padded = np.zeros((self.together, *points.shape[1:]))
         padded[:count] = points
-        squared, objective = self.evaluate(padded.reshape(-1, points.shape[-1]))
+        squared, objective, _ = self.evaluate(padded.reshape(-1, points.shape[-1]))
         self.squared.append(np.asarray(squared).reshape(self.together, self.lanes)[:count])
         self.objective.append(np.asarray(objective).reshape(self.together, self.lanes)[:count])
 
@@ -382,5 +440,6 @@ class _SampledRecorder:
             error = np.sqrt(np.cumsum(size**2 * variance, axis=0)[until]) / t
         at = np.searchsorted(self.needed, self.iteration)
         eta = np.concatenate(self.eta)
-        columns = (np.ascontiguousarray(c.T) for c in (mean, squared[at], objective[at], eta, error))
-        return Trace(self.iteration, *columns, self.diverged, len(self.needed))
+        columns = (mean, squared[at], objective[at], eta, error)
+        mean, now, value, eta, error = (np.ascontiguousarray(column.T) for column in columns)
+        return Trace(self.iteration, mean, now, value, eta, error, self.diverged, len(self.needed))

@@ -2,8 +2,8 @@ r"""Tuning as the paper does it: each method's best rate on the noiseless proble
 
 The paper says "the ones giving the best convergence rate"; here that is the smallest running mean
 :math:`\frac1T \sum_{t \le T} \|\nabla f(x_t)\|^2` over a grid of rates, 1-2-5 in each decade. On the adult data the
-gradient norm alone would choose steps so large that they jump to the flat region far away, where f is near 1, so a rate
-is admitted only if it ends with an objective within a tolerance of the smallest one that the method reaches on its grid.
+gradient norm alone would choose steps so large that they jump to the flat region far away, where f is near 1, so a
+rate is admitted only if it ends with an objective within a tolerance of the smallest that the method reaches.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ GRIDS: Mapping[str, Mapping[str, Mapping[str, Grid]]] = {
         "AdaGrad Global": {"learning_rate": Grid(1e-2, 1e1)},
         "AdaGrad Coordinate": {"learning_rate": Grid(1e-2, 1e1)},
         "Adam": {"learning_rate": Grid(1e-4, 1e0)},
-        "RMSProp": {"learning_rate": Grid(1e-5, 1e0)},
-        "AdaDelta": {"learning_rate": Grid(1e-1, 1e2)},
+        "RMSProp": {"learning_rate": Grid(1e-4, 1e0)},
+        "AdaDelta": {"learning_rate": Grid(1e-2, 1e1)},
         "AMSGrad": {"learning_rate": Grid(1e-4, 1e0)},
-        "Hypergradient": {"learning_rate": Grid(1e-2, 1e0), "beta": Grid(1e-5, 1e0, digits=(1,))},
+        "Hypergradient": {"learning_rate": Grid(1e-2, 1e0), "beta": Grid(1e-4, 1e1, digits=(1,))},
     },
 }
 """For each experiment, each tuned method and each hyperparameter, the rates that are tried."""
@@ -122,9 +122,7 @@ class Search:
     """The hyperparameters whose choice is the first or last of its grid: the grid may be too narrow."""
 
 
-def choose(
-    mean_squared_gradient: Array, objective: Array, diverged: NDArray[np.bool_], criterion: Criterion
-) -> int:
+def choose(mean_squared_gradient: Array, objective: Array, diverged: NDArray[np.bool_], criterion: Criterion) -> int:
     """The number of the best trial.
 
     >>> no = np.array([False, False])
@@ -172,9 +170,7 @@ def tune(
     ]
 
 
-def _search(
-    lanes: Lanes, trace: Trace, grids: Mapping[str, Grid], horizon: int, criterion: Criterion
-) -> Search:
+def _search(lanes: Lanes, trace: Trace, grids: Mapping[str, Grid], horizon: int, criterion: Criterion) -> Search:
     mean, objective = trace.mean_squared_gradient[:, -1], trace.objective[:, -1]
     index = choose(mean, objective, trace.diverged, criterion)
     chosen = {name: float(values[index]) for name, values in lanes.hyperparameters.items()}
