@@ -36,7 +36,9 @@ __all__ = [
     "DataError",
     "a9a_text",
     "balanced_adult",
+    "describe",
     "encode",
+    "export",
     "export_a9a",
     "load_a9a",
     "read_libsvm",
@@ -226,6 +228,31 @@ def export_a9a(path: str | os.PathLike[str]) -> Path:
         os.unlink(temporary)
         raise DataError(f"cannot write {target}: {error.strerror}") from error
     return target
+
+
+def export(name: str, path: str | os.PathLike[str]) -> Path:
+    """Write the data set of that name, of which there is one: a9a."""
+    if name != "a9a":
+        raise DataError(f"cannot export {name!r}: the data set that can be exported is a9a")
+    return export_a9a(path)
+
+
+def describe(path: str | os.PathLike[str] | None = None) -> str:
+    """What the shipped data or a user's file hold, in a few lines.
+
+    >>> print(describe().splitlines()[0])
+    the adult data (a9a): 32,561 rows, 123 features, 7,841 of +1 and 24,720 of -1
+    """
+    features, labels = load_a9a() if path is None else read_libsvm(path)
+    rows, columns = features.shape
+    positive = int((labels == 1).sum())
+    name = "the adult data (a9a)" if path is None else str(path)
+    counts = f"{name}: {rows:,} rows, {columns} features, {positive:,} of +1 and {rows - positive:,} of -1"
+    used = f"balanced, as the experiments use them: {2 * min(positive, rows - positive):,} rows, {columns + 1} features"
+    if path is not None:
+        return f"{counts}\n{used}"
+    licence = resources.files(__package__).joinpath("adult.txt").read_text(encoding="utf-8").strip()
+    return f"{counts}\n{used}\nSHA-256 of the file a9a: {A9A_SHA256}\n\n{licence}"
 
 
 _DECOMPRESS = {b"\x1f\x8b": gzip.decompress, b"BZ": bz2.decompress, b"\xfd7": lzma.decompress}

@@ -24,7 +24,7 @@ from sgdol.paper.measures import Reader
 from sgdol.paper.results import write_atomically
 from sgdol.paper.verdict import VERDICTS, Claim, Part
 
-__all__ = ["READINGS", "command", "number", "render", "versions", "write_report"]
+__all__ = ["READINGS", "command", "measurement", "number", "render", "tally", "versions", "write_report"]
 
 
 READINGS: tuple[tuple[str, str], ...] = (
@@ -191,6 +191,16 @@ def command(configuration: Any) -> str:
     if getattr(configuration, "quick", False):
         words.append("--quick")
     return shlex.join([*words, "--out", "results"])
+
+
+def tally(claims: Iterable[Claim]) -> str:
+    """How many claims have each verdict, in words.
+
+    >>> tally([])
+    'no claims'
+    """
+    counts = Counter(claim.verdict for claim in claims)
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]) or "no claims"
 
 
 def _e(text: Any) -> str:
