@@ -28,7 +28,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, NullLocator
 from numpy.typing import NDArray
 
 from sgdol.paper.measures import Curve, Reader
@@ -84,6 +84,12 @@ NOISE_TITLES = {
     "sigma=0.2": "small noise, $\\sigma = 0.2$",
     "sigma=5": "large noise, $\\sigma = 5$",
 }
+
+SMALLEST_GAP = 1e-10
+"""The optimality gap is drawn down to here."""
+
+LARGEST_RATIO = 1e4
+"""The search for the rates is drawn up to this many times the chosen rate's value, and down to as little of it."""
 
 QUANTITIES = {
     "mean_squared_gradient": "$\\mathrm{E}\\;\\|\\nabla f(x_k)\\|^2$",
@@ -262,11 +268,14 @@ def _draw_curve(axis: Axes, curve: Curve, method: str, quantity: str, offset: fl
 def _axes_scales(axis: Axes, quantity: str) -> None:
     axis.set_xscale("log")
     axis.xaxis.set_major_locator(LogLocator(10, numticks=12))
-    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.xaxis.set_minor_locator(NullLocator())
     if quantity != "step_size":
         axis.set_yscale("log")
+        if quantity == "objective":
+            # Without noise some gaps fall to the rounding error; the rest of the picture is above.
+            axis.set_ylim(bottom=max(axis.get_ylim()[0], SMALLEST_GAP))
         axis.yaxis.set_major_locator(LogLocator(10, numticks=8))
-        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.yaxis.set_minor_locator(NullLocator())
     else:
         axis.set_ylim(bottom=0)
         axis.ticklabel_format(axis="y", style="sci", scilimits=(-3, 3), useMathText=True)
@@ -281,8 +290,30 @@ def _handle(method: str, label: str) -> Line2D:
 
 
 def _repeats_note(curves: Sequence[Curve]) -> str:
-    repeats = max((len(curve.diverged) for curve in curves), default=1)
-    return f"mean of {repeats} repeats; band: smallest to largest" if repeats > 1 else ""
+    repeats = sorted({len(curve.diverged) for curve in curves})
+    if not repeats or repeats[-1] == 1:
+        return ""
+    return f"mean of {' or '.join(map(str, repeats))} repeats; band: smallest to largest"
+
+
+def _frame_step_sizes(axes: Sequence[Axes], largest: float) -> None:
+    """End the axis just above SGDOL's largest step size, 2/M, and say where a line starts that comes from above."""
+    top = 1.08 * largest
+    for axis in axes:
+        axis.set_ylim(0, top)
+        starts = {float(np.asarray(line.get_ydata(), dtype=np.float64)[0]): line.get_color() for line in axis.lines}
+        start = max(starts, default=0.0)
+        if start > top:
+            axis.annotate(
+                f"from {_number(start)}",
+                (0.17, 0.98),
+                xycoords="axes fraction",
+                ha="left",
+                va="top",
+                fontsize=7,
+                color=starts[start],
+                path_effects=[withStroke(linewidth=2.5, foreground="white")],
+            )
 
 
 def draw(number: int, read: Reader) -> Figure:
@@ -312,6 +343,8 @@ def draw(number: int, read: Reader) -> Figure:
             _axes_scales(axis, layout.rows[row])
         for row, quantity in enumerate(layout.rows):
             axes[row, 0].set_ylabel(QUANTITIES[quantity])
+            if quantity == "step_size" and "SGDOL Global" in found:
+                _frame_step_sizes(axes[row], 2 / float(found["SGDOL Global"].attrs["smoothness"]))
         for axis in axes[-1]:
             axis.set_xlabel("iteration")
         figure.align_ylabels(axes[:, 0])
@@ -387,10 +420,12 @@ def draw_tuning(read: Reader) -> Figure:
                 tuning = read.tuning(experiment, method)
                 if tuning is not None:
                     _draw_search(axis, experiment, tuning)
-            axis.xaxis.set_major_locator(LogLocator(10, numticks=7))
+            axis.xaxis.set_major_locator(LogLocator(10, numticks=5))
             axis.yaxis.set_major_locator(LogLocator(10, numticks=7))
-            axis.xaxis.set_minor_formatter(NullFormatter())
-            axis.yaxis.set_minor_formatter(NullFormatter())
+            axis.xaxis.set_minor_locator(NullLocator())
+            axis.yaxis.set_minor_locator(NullLocator())
+        low, high = axes[0, 0].get_ylim()
+        axes[0, 0].set_ylim(max(low, 1 / LARGEST_RATIO), min(high, LARGEST_RATIO))
         for axis in axes[:, 0]:
             axis.set_ylabel("mean squared gradient\nover that of the chosen rate")
         for axis in axes[-1]:
@@ -402,7 +437,7 @@ def draw_tuning(read: Reader) -> Figure:
         ring = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "markeredgewidth": 1.4}
         handles.append(Line2D([], [], linestyle="none", color="#333333", label="chosen", **ring))  # type: ignore[arg-type]
         handles.append(Line2D([], [], linestyle="none", color="#333333", label="diverged", marker="x", markersize=5))
-        _finish(figure, "The search for the learning rates, without noise", handles, 4)
+        _finish(figure, "The search for the learning rates, without noise", handles, 4, "each point is a whole run")
     return figure
 
 
