@@ -116,6 +116,17 @@ def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
         cli.main()
 
 
+def test_an_interrupt_says_how_to_continue():
+    program = (
+        "import sys; import sgdol.paper.data as data; from sgdol import cli\n"
+        "def interrupted(*_): raise KeyboardInterrupt\n"
+        "data.describe = interrupted; sys.argv = ['sgdol', 'data']; cli.main()"
+    )
+    stopped = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert stopped.returncode == 130
+    assert stopped.stderr.strip() == "sgdol: interrupted; the same command continues where it stopped"
+
+
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_the_extra_it_says_which_to_install(missing):
     stopped = run("--version", blocked=[missing])

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import sgdol
 
 EXTRA = "sgdol's command line needs the extra 'paper', and {} is missing: pip install 'sgdol[paper]'"
+INTERRUPTED = 130
+"""The status that shells know for a program that was interrupted."""
 
 try:
     import typer
@@ -168,14 +170,21 @@ def claims(
             " it is. Default: a line for each claim.",
         ),
     ] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table in Markdown, for a README or an issue. Default: plain.")
+    ] = False,
 ) -> None:
     """Check every claim of the paper on the results again and write claims.json."""
     from sgdol.paper.publish import publish_claims
+    from sgdol.paper.report import markdown
     from sgdol.paper.results import Results
 
     results = Results(out_folder)
     with _status("claims") as step:
         found = publish_claims(results, step)
+    if as_markdown:
+        out.print(markdown(found), markup=False)
+        return
     if show is None:
         _print_claims(found)
         out.print(f"\n{results.folder / 'claims.json'}; sgdol claims --id ID shows one of them in full")
@@ -336,10 +345,12 @@ def main() -> None:
     """The entry point: whatever is wrong with the input becomes one sentence and a status that is not 0."""
     try:
         status = app(prog_name="sgdol", standalone_mode=False)
-    except KeyboardInterrupt:
+        if status == INTERRUPTED:
+            raise KeyboardInterrupt
+    except (KeyboardInterrupt, typer.Abort):
         err.print("sgdol: interrupted; the same command continues where it stopped")
         # Threads in the middle of a compiled run cannot be asked to stop, and every file is whole at every moment.
-        os._exit(130)
+        os._exit(INTERRUPTED)
     except Exception as error:
         sentence = _sentence(error)
         if sentence is None:
@@ -357,8 +368,6 @@ def _sentence(error: Exception) -> str | None:
     usage_error = typer.BadParameter.__bases__[0]
     if isinstance(error, usage_error):
         return str(error.format_message())  # type: ignore[attr-defined]
-    if isinstance(error, typer.Abort):
-        return "interrupted; the same command continues where it stopped"
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("sgdol"):
         return EXTRA.format(error.name)
     # Without the extra there is no ResultsError to import, and none to be raised.

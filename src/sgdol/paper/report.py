@@ -24,7 +24,7 @@ from sgdol.paper.measures import Reader
 from sgdol.paper.results import write_atomically
 from sgdol.paper.verdict import VERDICTS, Claim, Part
 
-__all__ = ["READINGS", "command", "measurement", "number", "render", "tally", "versions", "write_report"]
+__all__ = ["READINGS", "command", "markdown", "measurement", "number", "render", "tally", "versions", "write_report"]
 
 
 READINGS: tuple[tuple[str, str], ...] = (
@@ -201,6 +201,23 @@ def tally(claims: Iterable[Claim]) -> str:
     """
     counts = Counter(claim.verdict for claim in claims)
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]) or "no claims"
+
+
+def markdown(claims: Iterable[Claim]) -> str:
+    """The claims as a table for a README.
+
+    >>> claim = Claim("x", "It is so.", "Section 7", "a check", "a reason", (Part("a", 1.0, "<=", 2.0),))
+    >>> print(markdown([claim]))
+    | verdict | the paper says | the number that decides |
+    |---|---|---|
+    | holds | “It is so.” (Section 7) | a: 1 (≤ 2) |
+    """
+    rows = ["| verdict | the paper says | the number that decides |", "|---|---|---|"]
+    for claim in claims:
+        said = f"“{claim.sentence}” ({claim.where})"
+        cells = (claim.verdict, said, f"{claim.headline.what}: {measurement(claim.headline)}")
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
 
 
 def _e(text: Any) -> str:
