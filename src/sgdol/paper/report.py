@@ -11,6 +11,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -93,6 +94,7 @@ table { border-collapse: collapse; width: 100%; font-size: .875rem; line-height:
 th, td { text-align: left; vertical-align: top; padding: .4rem .7rem .4rem 0; border-bottom: 1px solid var(--line); }
 th { font-weight: 600; color: var(--soft); border-bottom: 1px solid var(--ink); white-space: nowrap; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.wide { font-size: .78rem; } .wide td, .wide th { padding-right: .45rem; white-space: nowrap; }
 .verdict { font-weight: 600; white-space: nowrap; }
 .where { color: var(--soft); font-size: .8rem; display: block; }
 .measure { display: block; font-variant-numeric: tabular-nums; }
@@ -224,6 +226,16 @@ def _e(text: Any) -> str:
     return html.escape(str(text))
 
 
+def _m(text: str) -> str:
+    """Text with the paper's indices and powers set as such.
+
+    >>> _m("f(x_{T+1}) ≤ σ_t²")
+    'f(x<sub>T+1</sub>) ≤ σ<sub>t</sub>²'
+    """
+    escaped = re.sub(r"_(?:\{([^}]+)\}|([A-Za-z0-9])(?![A-Za-z0-9]))", r"<sub>\1\2</sub>", _e(text))
+    return re.sub(r"\^([A-Z])", r"<sup>\1</sup>", escaped)
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], numeric: Sequence[int] = (), css: str = "") -> str:
     """A table; the cells are HTML already."""
 
@@ -253,7 +265,7 @@ def _claim_row(claim: Claim) -> tuple[str, str, str]:
         (
             (
                 _OUTCOMES[part.holds],
-                _e(part.what),
+                _m(part.what),
                 number(part.measured),
                 "" if part.spread is None else f"± {number(part.spread, 2)}",
                 f"{'≤' if part.relation == '<=' else '≥'} {number(part.threshold)}",
@@ -263,19 +275,19 @@ def _claim_row(claim: Claim) -> tuple[str, str, str]:
         numeric=(2, 3, 4),
     )  # fmt: skip
     passed, measured = sum(p.holds is True for p in claim.parts), sum(p.holds is not None for p in claim.parts)
-    note = f"<p>{_e(claim.note)}</p>" if claim.note else ""
+    note = f"<p>{_m(claim.note)}</p>" if claim.note else ""
     sentence = (
-        f'<q id="{_e(claim.id)}">{_e(claim.sentence)}</q><span class="where">{_e(claim.where)}</span>'
+        f'<q id="{_e(claim.id)}">{_m(claim.sentence)}</q><span class="where">{_e(claim.where)}</span>'
         f"<details><summary>{passed} of {measured} measured parts hold</summary>"
-        f"<p><b>Measured:</b> {_e(claim.check)}.</p><p><b>Threshold:</b> {_e(claim.reason)}.</p>{note}{parts}</details>"
+        f"<p><b>Measured:</b> {_m(claim.check)}.</p><p><b>Threshold:</b> {_m(claim.reason)}.</p>{note}{parts}</details>"
     )
     headline = claim.headline
-    return verdict, sentence, f'{_e(headline.what)}<span class="measure">{_e(measurement(headline))}</span>'
+    return verdict, sentence, f'{_m(headline.what)}<span class="measure">{_e(measurement(headline))}</span>'
 
 
 def _claims(claims: Sequence[Claim]) -> str:
     rows = [_claim_row(claim) for claim in claims]
-    left_out = "".join(f"<li><q>{_e(sentence)}</q> – {_e(why)}.</li>" for sentence, why in UNCHECKED)
+    left_out = "".join(f"<li><q>{_m(sentence)}</q> – {_e(why)}.</li>" for sentence, why in UNCHECKED)
     return (
         _table(("verdict", "the paper's sentence", "the number that decides"), rows, css="claims")
         + f"<details><summary>Sentences without a check</summary><ul>{left_out}</ul></details>"
@@ -289,31 +301,30 @@ def _figure(folder: Path, name: str, caption: str) -> str:
     data = base64.b64encode(path.read_bytes()).decode("ascii")
     return (
         f'<figure id="{name}"><img alt="{_e(caption)}" src="data:image/svg+xml;base64,{data}">'
-        f"<figcaption>{_e(caption)}</figcaption></figure>"
+        f"<figcaption>{_m(caption)}</figcaption></figure>"
     )
 
 
 def _rates(read: Reader) -> str:
-    rows = []
-    for experiment in ("rosenbrock", "adult"):
-        for method in dict.fromkeys(m for e, _, m in read.available if e == experiment):
-            tuning = read.tuning(experiment, method)
-            if tuning is None:
-                continue
-            rates = tuning["rate"].values
-            others = {k: v for k, v in tuning.attrs.items() if k.startswith("chosen_")}
-            extra = "".join(f", {_e(k.removeprefix('chosen_'))} = {number(float(v))}" for k, v in others.items())
-            rows.append(
-                (
-                    experiment,
-                    _e(method),
-                    f"{number(float(tuning.attrs['chosen']))}{extra}",
-                    f"{number(float(rates.min()))} to {number(float(rates.max()))}",
-                    f"{len(set(rates.tolist()))}",
-                    _e(tuning.attrs.get("criterion", "")),
-                )
+    rows, rules = [], {}
+    for experiment, method in dict.fromkeys((e, m) for e, _, m in read.available):
+        tuning = read.tuning(experiment, method)
+        if tuning is None:
+            continue
+        rates = tuning["rate"].values
+        second = {k.removeprefix("chosen_"): v for k, v in tuning.attrs.items() if k.startswith("chosen_")}
+        rules[experiment] = (tuning.attrs.get("criterion", ""), int(tuning.attrs["horizon"]))
+        rows.append(
+            (
+                _e(experiment),
+                _e(method),
+                number(float(tuning.attrs["chosen"])) + "".join(f", {_e(k)} = {number(v)}" for k, v in second.items()),
+                f"{number(float(rates.min()))} to {number(float(rates.max()))}",
+                len(set(rates.tolist())),
             )
-    return _table(("experiment", "method", "rate", "grid", "rates", "criterion"), rows, numeric=(2, 4))
+        )
+    criteria = "".join(f"<p>{_e(e)}: {_e(rule)}, T = {horizon:,}.</p>" for e, (rule, horizon) in rules.items())
+    return criteria + _table(("experiment", "method", "rate", "grid", "rates tried"), rows, numeric=(2, 3, 4))
 
 
 def _summary(summary: Sequence[Mapping[str, Any]], methods: Sequence[str] | None = None) -> str:
@@ -340,7 +351,7 @@ def _summary(summary: Sequence[Mapping[str, Any]], methods: Sequence[str] | None
             )
         )
     head = ("experiment", "noise", "method", "rate", "mean ‖∇f‖²", "f(x_T)", "step size", "diverged", "T")
-    return _table(head, rows, numeric=(3, 4, 5, 6, 7, 8))
+    return _table(head, rows, numeric=(3, 4, 5, 6, 7, 8), css="wide")
 
 
 def _float(value: Any) -> float | None:
@@ -419,7 +430,7 @@ def render(
             "readings",
             "How the paper was read",
             "<p>The paper leaves these open. Where another reading changes a result, an option offers it.</p>"
-            + _table(("the paper says", "read as"), ((_e(a), _e(b)) for a, b in READINGS)),
+            + _table(("the paper says", "read as"), ((_m(a), _m(b)) for a, b in READINGS)),
         ),
         (
             "again",
