@@ -70,25 +70,31 @@ def reproduce(
     """
     problems = {name: _problem(name, configuration) for name in configuration.experiments()}
     results = Results(out)
-    results.prepare(configuration)
-    watcher = progress or _Silent()
-    jobs = [_Experiment(configuration, problem, results, watcher) for problem in problems.values()]
-    watcher.plan({part: total for job in jobs for part, total in job.parts().items()})
+    with results.alone():
+        results.prepare(configuration)
+    with results.alone():
+        _run_all(configuration, problems, results, progress or _Silent(), workers or os.cpu_count() or 1)
+        results.write_summary()
+    return results
+
+
+def _run_all(
+    configuration: Configuration, problems: Mapping[str, Problem], results: Results, progress: Progress, workers: int
+) -> None:
+    jobs = [_Experiment(configuration, problem, results, progress) for problem in problems.values()]
+    progress.plan({part: total for job in jobs for part, total in job.parts().items()})
     for job in jobs:
         job.tune()
     for job in jobs:
         job.run_noiseless()
-    noisy = [(job, noise, method) for job in jobs for noise, method in job.noisy()]
-    with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
-        futures = [pool.submit(job.run_noisy, noise, method) for job, noise, method in noisy]
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(job.run_noisy, noise, method) for job in jobs for noise, method in job.noisy()]
         try:
             for future in futures:
                 future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    results.write_summary()
-    return results
 
 
 def _problem(name: str, configuration: Configuration) -> Problem:

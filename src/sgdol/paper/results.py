@@ -20,9 +20,11 @@ import io
 import json
 import math
 import os
+import shutil
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +35,11 @@ import xarray as xr
 import sgdol
 from sgdol.paper.methods import METHODS, methods
 from sgdol.paper.problems import NOISE_MODELS, NoiseModel
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = [
     "EXPERIMENTS",
@@ -239,7 +246,7 @@ class Results:
             stored = json.loads(path.read_text())
             if not {"configuration", "identity"} <= stored.keys():
                 raise ValueError("it lacks its entries")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, AttributeError) as error:
             raise ResultsError(f"cannot read {path}: {error}; nothing was changed") from error
@@ -354,10 +361,29 @@ class Results:
         except OSError as error:
             raise ResultsError(f"cannot write to {self.folder}: {error.strerror}") from error
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep a second run out of the folder; a run that is killed lets go of it."""
+        if fcntl is None or not self.folder.is_dir():
+            yield
+            return
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ResultsError(f"another sgdol reproduce is at work in {self.folder}: wait for it") from error
+            yield
+        finally:
+            os.close(descriptor)
+
     def _sweep(self) -> None:
         """Remove what a killed run left half written."""
-        for path in self.folder.rglob(f"{_TEMPORARY}*"):
-            path.unlink(missing_ok=True)
+        for path in list(self.folder.rglob(f"{_TEMPORARY}*")):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def has(self, path: Path, key: str) -> bool:
         """Whether the file is there; an error if it is not the one of this key."""
