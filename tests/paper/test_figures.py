@@ -98,3 +98,15 @@ def test_only_the_figures_with_runs_are_written(written_results, tmp_path):
 def test_a_figure_that_the_paper_does_not_have_is_refused(written_results):
     with pytest.raises(ValueError, match="figure must be one of 1, 2, 3, 4, got 5"):
         figures.draw(5, Reader(written_results()))
+
+
+def test_a_run_that_fled_to_the_flat_region_carries_its_objective(written_results):
+    class Fled(written_results):
+        def curves(self, experiment, noise, method):
+            curves = super().curves(experiment, noise, method)
+            if (noise, method) == ("batch=50", "AMSGrad"):
+                curves["objective"][:, -1] = 0.99
+            return curves
+
+    axis = figures.draw(4, Reader(Fled())).axes[1]
+    assert [text.get_text() for text in axis.texts] == ["$f(x_T)$ = 0.99"]

@@ -781,6 +781,12 @@ def _others_similar(read: Reader) -> Claim:
         + _parts_comparable(read, e, "AdaGrad Coordinate", NOISES[e])
         + _parts_stalls(read, e, stalling)
     )
+    fled = [
+        f"{method} under {noise} ends at f = {curve.fled:.2f}, above f(x_1) = 0.5"
+        for method in OTHERS
+        for noise in NOISES[e]
+        if (curve := read.curve(e, noise, method)) and curve.fled is not None
+    ]
     return Claim(
         "others-similar",
         "The comparison shown in Figure 4 is similar to what is reported in Figure 1.",
@@ -789,6 +795,9 @@ def _others_similar(read: Reader) -> Claim:
         " AdaDelta, AMSGrad and Hypergradient, whose steps do not, stop converging under noise",
         f"{STALL_REASON}; {COMPARABLE_REASON}; a run that diverged has not converged",
         tuple(parts),
+        note=f"{'; '.join(fled)}: small gradients there are those of the flat region, not of a minimum."
+        if fled
+        else "",
     )
 
 

@@ -4,7 +4,8 @@ Figures 1 to 4 are drawn as the paper's text describes them: a column for each l
 squared gradient, the optimality gap and the step size. Lines are means over the repeats, bands reach from the smallest
 repeat to the largest. Colours are those of Okabe and Ito, which colour-blind readers tell apart, and every method also
 has its own dashes and marker, so that the figures survive a black-and-white printer. A run that diverges ends in a
-cross and says so.
+cross and says so; one whose objective ends above where it started, for instance by a jump to where the loss is flat,
+carries that objective at its end.
 
 Beyond the paper: the search for the rates (:func:`draw_tuning`), the curves by gradient evaluations, of which SGDOL
 takes two per iteration (:func:`draw_evaluations`), and SGDOL with a step size for each coordinate
@@ -240,6 +241,18 @@ def _draw_curve(axis: Axes, curve: Curve, method: str, quantity: str, offset: fl
     common = int(alive.all(axis=0).sum())
     if common:
         _line(axis, look, x[:common], values[:, :common], offset)
+    if quantity == "mean_squared_gradient" and curve.fled is not None and not curve.diverged.any():
+        axis.annotate(
+            f"$f(x_T)$ = {curve.fled:.2f}",
+            (x[-1], values[:, -1].mean()),
+            xytext=(-6, -4),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            fontsize=7,
+            color=look.colour,
+            path_effects=[withStroke(linewidth=2.5, foreground="white")],
+        )
     if not curve.diverged.any():
         return
     survivors = values[~curve.diverged]
@@ -255,10 +268,10 @@ def _draw_curve(axis: Axes, curve: Curve, method: str, quantity: str, offset: fl
     axis.annotate(
         f"{int(curve.diverged.sum())} of {len(curve.diverged)} diverged",
         (x[end], height),
-        xytext=(0, -9),
+        xytext=(0, 8),
         textcoords="offset points",
         ha="center",
-        va="top",
+        va="bottom",
         fontsize=7,
         color=look.colour,
         path_effects=[withStroke(linewidth=2.5, foreground="white")],

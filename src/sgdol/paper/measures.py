@@ -118,6 +118,16 @@ class Curve:
         """The mean squared gradient over the last decade."""
         return self.window(self.t[-1] / 10, self.t[-1])
 
+    @property
+    def fled(self) -> float | None:
+        """The last objective if it is larger than the first: such a run has left the minimum it came from.
+
+        On the adult data it has jumped to where the loss is flat, and its small gradients mean nothing.
+        """
+        objective = self.values("objective")
+        first, last = float(objective[:, 0].mean()), float(objective[:, -1].mean())
+        return last if math.isfinite(last) and last > first else None
+
     def decade_ratio(self) -> Number:
         """The level over that of the decade before; infinite if a repeat diverged."""
         if self.diverged.any():

@@ -65,7 +65,8 @@ _CAPTIONS = {
     1: "Top: mean squared gradient, the running mean of ‖∇f(x_s)‖² over s ≤ t. Bottom: step sizes; Adam has none.",
     2: "Top: mean squared gradient. Middle: optimality gap at x_t. Bottom: step sizes; Adam has none.",
     3: "Top: mean squared gradient. Bottom: optimality gap at x_t.",
-    4: "Mean squared gradient. The minimum is not known, so that there is no gap to show.",
+    4: "Mean squared gradient. The minimum is not known, so that there is no gap to show. A number f(x_T) marks a run"
+    " that ended above f(x_1) = 0.5: it has jumped to where the loss is flat, and its small gradients mean nothing.",
 }
 
 _MARKS = {"holds": "✓", "holds in part": "◐", "does not hold": "✗", "not measured": "–"}
