@@ -43,6 +43,8 @@ class Problem(ABC):
     """Whether evaluating the true gradient at every iteration is cheap."""
     chunk: ClassVar[int]
     """How many full gradients one call of the noiseless program takes."""
+    ceiling: ClassVar[float] = float("inf")
+    """A run that ends with an objective above this has run away, however small its gradient is there."""
 
     @property
     @abstractmethod
@@ -192,6 +194,7 @@ class AdultClassifier(Problem):
     name: ClassVar[str] = "adult"
     cheap: ClassVar[bool] = False
     chunk: ClassVar[int] = 100
+    ceiling: ClassVar[float] = 0.95  # phi is below 1 and comes near it only far away, where it is flat
     _data: AdultData = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -287,7 +287,7 @@ class _Experiment:
             hyperparameters=dict(hyperparameters),
             steps=horizon,
             lanes=self.repeats,
-            divergence=DIVERGENCE,
+            divergence=[DIVERGENCE, str(self.problem.ceiling)],
         )
 
     def _run_dataset(
@@ -314,7 +314,7 @@ class _Experiment:
             "deterministic": int(noise.deterministic),
             "running_mean": "one iteration of each stratum" if trace.evaluations else "every iteration",
             "true_gradient_evaluations": trace.evaluations,
-            "diverged_beyond": DIVERGENCE,
+            "diverged_if": f"an iterate beyond {DIVERGENCE:g}, or a last objective above {self.problem.ceiling:g}",
             "version": sgdol.__version__,
         }
         if method.name == "SGD GL":

@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import h5netcdf
 import numpy as np
 import xarray as xr
 
@@ -85,7 +86,7 @@ SUMMARY_COLUMNS = (
 )
 
 DEFAULT_HORIZON = 100_000
-QUICK_HORIZON = 3_000
+QUICK_HORIZON = 2_000
 DEFAULT_REPEATS = {"rosenbrock": 40, "adult": 5}
 
 
@@ -113,7 +114,7 @@ class Configuration:
         seed: of everything that is drawn.
         alpha: SGDOL's alpha.
         data: a LIBSVM file to use instead of the shipped adult data.
-        quick: a short horizon (3,000 unless ``horizon`` says otherwise).
+        quick: a short horizon (2,000 unless ``horizon`` says otherwise).
         adagrad_form: whether AdaGrad Global's step size includes the current gradient.
         noiseless_horizon: T of the full-batch runs on adult, where one iteration costs as much as a hundred noisy ones;
             None for a tenth of the horizon, and no less than 1,000 if the horizon allows it.
@@ -221,6 +222,7 @@ class Results:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self._lock = threading.Lock()
+        self._cache: dict[tuple[Path, int], xr.Dataset] = {}
 
     # ------------------------------------------------------------------------------------------------ reading
 
@@ -321,10 +323,18 @@ class Results:
     def _read(self, path: Path) -> xr.Dataset:
         if not path.exists():
             raise ResultsError(f"there is no {path}: sgdol reproduce --out {self.folder} makes it")
-        try:
-            return xr.load_dataset(path, engine="h5netcdf")
-        except Exception as error:  # h5py raises whatever the damage makes it raise
-            raise ResultsError(f"cannot read {path} ({error}): move it away and run sgdol reproduce again") from error
+        stamp = (path, path.stat().st_mtime_ns)
+        if stamp not in self._cache:
+            try:
+                with self._lock:
+                    self._cache[stamp] = xr.load_dataset(path, engine="h5netcdf")
+            except Exception as error:  # h5py raises whatever the damage makes it raise
+                raise self._unreadable(path, error) from error
+        return self._cache[stamp].copy()
+
+    @staticmethod
+    def _unreadable(path: Path, error: Exception) -> ResultsError:
+        return ResultsError(f"cannot read {path} ({error}): move it away and run sgdol reproduce again")
 
     # ------------------------------------------------------------------------------------------------ writing
 
@@ -389,7 +399,11 @@ class Results:
         """Whether the file is there; an error if it is not the one of this key."""
         if not path.exists():
             return False
-        found = self._read(path).attrs.get("key")
+        try:
+            with self._lock, h5netcdf.File(path, "r") as file:
+                found = file.attrs.get("key")
+        except Exception as error:  # h5py raises whatever the damage makes it raise
+            raise self._unreadable(path, error) from error
         if found != key:
             raise ResultsError(f"{path} is not a result of this configuration: move it away; nothing was changed")
         return True

@@ -47,7 +47,9 @@ __all__ = [
 ]
 
 DIVERGENCE = 1e10
-"""A run has diverged once a coordinate of an iterate is beyond this, or is no number any more."""
+"""A run has diverged once a coordinate of an iterate is beyond this, or is no number any more.
+
+It has also diverged if it ends with an objective above the problem's ceiling."""
 
 STEPS = 1000
 """The length of a chunk of a noisy run."""
@@ -112,7 +114,7 @@ class Strata(NamedTuple):
 
 
 def strata(
-    recorded: NDArray[np.int64], rng: np.random.Generator, fraction: float = 1 / 200, longest: int = 100
+    recorded: NDArray[np.int64], rng: np.random.Generator, fraction: float = 1 / 200, longest: int = 40
 ) -> Strata:
     """Cut 1, ..., T into strata of at most ``fraction`` of t and at most ``longest``, and draw a position in each.
 
@@ -195,7 +197,7 @@ def run_noiseless(
                 recorder.add(*(np.asarray(part)[:steps] for part in output))
             if progress:
                 progress(steps)
-        return [recorder.trace() for recorder in recorders]
+        return [_judged(recorder.trace(), problem) for recorder in recorders]
 
 
 @functools.lru_cache(maxsize=4)
@@ -264,7 +266,7 @@ def run_noisy(
             recorder.add_path(np.asarray(path), np.asarray(eta), steps)
             if progress:
                 progress(steps)
-        return recorder.trace()
+        return _judged(recorder.trace(), problem)
 
 
 def _first_points(problem: Problem, lanes: Lanes) -> jax.Array:
@@ -323,6 +325,10 @@ def _evaluator(problem: Problem) -> Any:
 
 def _out_of_bounds(x: jax.Array) -> jax.Array:
     return ~jnp.all(jnp.abs(x) <= DIVERGENCE, axis=-1)
+
+
+def _judged(trace: Trace, problem: Problem) -> Trace:
+    return trace._replace(diverged=trace.diverged | (trace.objective[:, -1] > problem.ceiling))
 
 
 def _chunks(horizon: int, length: int) -> Iterator[int]:

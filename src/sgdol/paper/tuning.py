@@ -77,14 +77,14 @@ GRIDS: Mapping[str, Mapping[str, Mapping[str, Grid]]] = {
         "Hypergradient": {"learning_rate": Grid(1e-6, 1e-1), "beta": Grid(1e-12, 1e-2, digits=(1,))},
     },
     "adult": {
-        "SGD": {"learning_rate": Grid(1e-2, 1e1)},
-        "AdaGrad Global": {"learning_rate": Grid(1e-2, 1e1)},
-        "AdaGrad Coordinate": {"learning_rate": Grid(1e-2, 1e1)},
-        "Adam": {"learning_rate": Grid(1e-4, 1e0)},
-        "RMSProp": {"learning_rate": Grid(1e-4, 1e0)},
-        "AdaDelta": {"learning_rate": Grid(1e-2, 1e1)},
-        "AMSGrad": {"learning_rate": Grid(1e-4, 1e0)},
-        "Hypergradient": {"learning_rate": Grid(1e-2, 1e0), "beta": Grid(1e-4, 1e1, digits=(1,))},
+        "SGD": {"learning_rate": Grid(1e-2, 2e0)},
+        "AdaGrad Global": {"learning_rate": Grid(1e-2, 2e0)},
+        "AdaGrad Coordinate": {"learning_rate": Grid(1e-2, 2e0)},
+        "Adam": {"learning_rate": Grid(5e-4, 5e-1)},
+        "RMSProp": {"learning_rate": Grid(1e-4, 1e-1)},
+        "AdaDelta": {"learning_rate": Grid(1e-2, 5e0)},
+        "AMSGrad": {"learning_rate": Grid(5e-4, 5e-1)},
+        "Hypergradient": {"learning_rate": Grid(5e-2, 1e0), "beta": Grid(1e-3, 1e1, digits=(1,))},
     },
 }
 """For each experiment, each tuned method and each hyperparameter, the rates that are tried."""
