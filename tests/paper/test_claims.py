@@ -119,3 +119,12 @@ def test_the_verdict_follows_from_the_parts(values, verdict):
     claim = Claim("id", "s", "w", "c", "r", tuple(Part("p", value, "<=", 1.0) for value in values))
     assert claim.verdict == verdict
     json.dumps(claim.record(), allow_nan=False)
+
+
+def test_the_number_that_decides_is_the_worst_failure_or_the_nearest_call():
+    near, far = Part("near", 0.9, "<=", 1.0), Part("far", 0.1, "<=", 1.0)
+    bad, worse = Part("bad", 1.5, "<=", 1.0), Part("worse", 0.1, ">=", 1.0)
+    missing = Part("missing", None, "<=", 1.0)
+    assert Claim("id", "s", "w", "c", "r", (missing, far, near)).headline is near
+    assert Claim("id", "s", "w", "c", "r", (near, bad, worse)).headline is worse
+    assert Claim("id", "s", "w", "c", "r", (missing,)).headline is missing

@@ -242,13 +242,15 @@ def _draw_curve(axis: Axes, curve: Curve, method: str, quantity: str, offset: fl
     if common:
         _line(axis, look, x[:common], values[:, :common], offset)
     if quantity == "mean_squared_gradient" and curve.fled is not None and not curve.diverged.any():
+        level, before = values[:, -1].mean(), values[:, len(x) // 2].mean()
+        falls = level < before / 3
         axis.annotate(
             f"$f(x_T)$ = {curve.fled:.2f}",
-            (x[-1], values[:, -1].mean()),
-            xytext=(-6, -4),
+            (x[-1], level),
+            xytext=(-6, -4) if falls else (0, 5),
             textcoords="offset points",
             ha="right",
-            va="top",
+            va="top" if falls else "bottom",
             fontsize=7,
             color=look.colour,
             path_effects=[withStroke(linewidth=2.5, foreground="white")],

@@ -54,6 +54,22 @@ class Part:
             return self.measured <= self.threshold + self.slack
         return self.measured >= self.threshold - self.slack
 
+    @property
+    def closeness(self) -> float:
+        """How near the number is to its threshold: 1 on it, less on the right side, more on the wrong one.
+
+        >>> Part("a ratio", 0.5, "<=", 2.0).closeness, Part("a ratio", 4.0, ">=", 2.0).closeness
+        (0.25, 0.5)
+        """
+        if self.measured is None:
+            return 0.0
+        top, bottom = (self.measured, self.threshold) if self.relation == "<=" else (self.threshold, self.measured)
+        if math.isnan(top) or math.isnan(bottom):
+            return math.inf
+        if bottom == 0 or math.isinf(bottom):
+            return 0.0
+        return top / bottom
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -93,10 +109,9 @@ class Claim:
 
     @property
     def headline(self) -> Part:
-        """The part to show where there is room for one: the first that fails, else the first that was measured."""
-        failing = [part for part in self.parts if part.holds is False]
+        """The part to show where there is room for one: the one that fails by most or, if none does, holds by least."""
         measured = [part for part in self.parts if part.holds is not None]
-        return (failing or measured or list(self.parts))[0]
+        return max(measured or self.parts, key=lambda part: (part.holds is False, part.closeness))
 
     def record(self) -> dict[str, Any]:
         """The claim as it stands in claims.json; numbers that JSON lacks are written as text."""
