@@ -110,3 +110,18 @@ def test_a_run_that_fled_to_the_flat_region_carries_its_objective(written_result
 
     axis = figures.draw(4, Reader(Fled())).axes[1]
     assert [text.get_text() for text in axis.texts] == ["$f(x_T)$ = 0.99"]
+
+
+def test_a_diverged_run_with_finite_numbers_ends_where_it_left(written_results):
+    class Lost(written_results):
+        def curves(self, experiment, noise, method):
+            curves = super().curves(experiment, noise, method)
+            if (noise, method) == ("batch=50", "AMSGrad"):
+                curves["objective"][:, 50:] = 0.99
+                curves["diverged"][:] = True
+            return curves
+
+    axis = figures.draw(4, Reader(Lost())).axes[1]
+    assert [text.get_text() for text in axis.texts] == ["3 of 3 diverged"]
+    lines = [line for line in axis.lines if line.get_color() == figures.LOOKS["AMSGrad"].colour]
+    assert [len(line.get_xdata()) for line in lines] == [50, 1]

@@ -237,6 +237,10 @@ def _draw_curve(axis: Axes, curve: Curve, method: str, quantity: str, offset: fl
     else:
         # Where a diverging run is no number any more, or far beyond everything else in the picture.
         base = np.isfinite(values) & (values < 1e12)
+    for repeat in np.flatnonzero(curve.diverged):
+        # A run may leave for where the loss is flat and keep finite numbers; it is lost when f stays above f(x_1).
+        objective = np.asarray(curve.dataset["objective"].values[repeat], dtype=np.float64)
+        base[repeat, 1 + int(np.flatnonzero(objective <= objective[0])[-1]) :] = False
     alive = np.logical_and.accumulate(base, axis=1)
     common = int(alive.all(axis=0).sum())
     if common:
