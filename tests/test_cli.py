@@ -12,8 +12,8 @@ import pytest
 
 import sgdol
 from sgdol import cli
-from sgdol.paper.claims import read_claims
 from sgdol.paper.publish import Publication
+from sgdol.paper.verdict import Claim, Part
 
 
 def run(*arguments, blocked=()):
@@ -156,53 +156,48 @@ def test_data_describes_exports_and_checks(monkeypatch, capsys, tmp_path):
     assert "15,682 rows, 124 features" in out
 
 
-@pytest.fixture(scope="module")
-def reproduced(tmp_path_factory):
-    """The smallest real run, through the front door."""
-    folder = tmp_path_factory.mktemp("run") / "results"
-    done = run("reproduce", "--figure", "2", "--horizon", "100", "--repeats", "2", "--out", str(folder))
-    assert done.returncode == 0, done.stderr
-    return folder, done
-
-
-def test_reproduce_leaves_figures_numbers_claims_and_a_report(reproduced):
-    folder, done = reproduced
+def test_reproduce_leaves_everything_and_run_again_computes_nothing_and_leaves_the_same_bytes(tmp_path):
+    # One test, because the smallest real run is the dearest thing here.
+    folder = tmp_path / "results"
+    arguments = ("reproduce", "--figure", "2", "--horizon", "100", "--repeats", "2", "--out", str(folder))
+    first = run(*arguments)
+    assert first.returncode == 0, first.stderr
     names = {path.name for path in folder.iterdir()}
     assert {"figure2.png", "figure2.svg", "tuning.svg", "summary.csv", "claims.json", "report.html", "curves"} <= names
     assert "figure1.png" not in names
     assert not [name for name in names if name.startswith(".")]
     for words in ("rosenbrock: tuning", "rosenbrock: sigma=5", "altogether", "theorem-4", "report.html"):
-        assert words in done.stdout
-
-
-def test_running_it_again_computes_nothing_and_ends_with_the_same_bytes(reproduced):
-    folder, _ = reproduced
+        assert words in first.stdout
     before = contents(folder)
     (folder / "report.html").unlink()
-    done = run("reproduce", "--figure", "2", "--horizon", "100", "--repeats", "2", "--out", str(folder))
-    assert done.returncode == 0
-    assert "done before" in done.stdout
+    again = run(*arguments)
+    assert again.returncode == 0
+    assert "done before" in again.stdout
     assert contents(folder) == before
 
 
-def test_report_says_what_it_wrote(reproduced, monkeypatch, capsys):
-    folder, _ = reproduced
-    written = Publication([], [folder / "figure2.png"], folder / "claims.json", folder / "report.html")
-    monkeypatch.setattr("sgdol.paper.publish.publish", lambda *_: written)
-    status, out, _ = call(monkeypatch, capsys, "report", "--out", folder)
-    assert status == 0
-    assert out.split() == [str(folder / name) for name in ("figure2.png", "claims.json", "report.html")]
+CLAIM = Claim("phi", "It is so.", "Section 7", "a check", "a reason", (Part("a [number]", 1.0, "<=", 2.0),))
 
 
-def test_claims_are_shown_one_by_one(reproduced, monkeypatch, capsys):
-    folder, _ = reproduced
-    claims = read_claims(folder / "claims.json")
-    monkeypatch.setattr("sgdol.paper.publish.publish_claims", lambda *_: claims)
-    status, out, _ = call(monkeypatch, capsys, "claims", "--out", folder, "--id", "phi")
+def test_report_says_what_it_wrote(tmp_path, monkeypatch, capsys):
+    paths = [tmp_path / name for name in ("figure2.png", "claims.json", "report.html")]
+    monkeypatch.setattr("sgdol.paper.publish.publish", lambda *_: Publication([], paths[:1], *paths[1:]))
+    status, out, _ = call(monkeypatch, capsys, "report", "--out", tmp_path)
     assert status == 0
-    assert "The loss function φ is non-convex" in out
-    status, out, _ = call(monkeypatch, capsys, "claims", "--out", folder)
-    assert all(claim.id in out for claim in claims)
-    status, _, err = call(monkeypatch, capsys, "claims", "--out", folder, "--id", "nonsense")
+    assert out.split() == [str(path) for path in paths]
+
+
+def test_claims_are_shown_as_a_table_one_by_one_and_in_markdown(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sgdol.paper.publish.publish_claims", lambda *_: [CLAIM])
+    status, out, _ = call(monkeypatch, capsys, "claims", "--out", tmp_path)
+    assert status == 0
+    assert "phi" in out
+    assert "a [number]: 1 (≤ 2)" in out
+    assert "1 holds" in out
+    _, out, _ = call(monkeypatch, capsys, "claims", "--out", tmp_path, "--id", "phi")
+    assert all(words in out for words in ("It is so.", "Section 7", "a check", "a reason", "a [number]: 1 (≤ 2)"))
+    _, out, _ = call(monkeypatch, capsys, "claims", "--out", tmp_path, "--markdown")
+    assert out.startswith("| verdict |")
+    status, _, err = call(monkeypatch, capsys, "claims", "--out", tmp_path, "--id", "nonsense")
     assert status == 1
-    assert "there is no claim 'nonsense'" in err
+    assert "there is no claim 'nonsense': the ids are phi" in err

@@ -23,6 +23,7 @@ try:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.table import Table
+    from rich.text import Text
 except ModuleNotFoundError as error:
     raise SystemExit(EXTRA.format(error.name)) from None
 
@@ -39,8 +40,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+out = Console(highlight=False, markup=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 class Refusal(Exception):
@@ -183,7 +184,7 @@ def claims(
     with _status("claims") as step:
         found = publish_claims(results, step)
     if as_markdown:
-        out.print(markdown(found), markup=False)
+        out.print(markdown(found))
         return
     if show is None:
         _print_claims(found)
@@ -247,8 +248,8 @@ def _print_claims(found: Sequence[Claim]) -> None:
     table.add_column("the number that decides", overflow="fold")
     for claim in found:
         headline = claim.headline
-        style = _COLOURS[claim.verdict]
-        table.add_row(f"[{style}]{claim.verdict}[/]", claim.id, f"{headline.what}: {measurement(headline)}")
+        decides = Text(f"{headline.what}: {measurement(headline)}")
+        table.add_row(Text(claim.verdict, style=_COLOURS[claim.verdict]), claim.id, decides)
     out.print(table, soft_wrap=False)
     out.print(f"\n{tally(found)}")
 
@@ -256,14 +257,14 @@ def _print_claims(found: Sequence[Claim]) -> None:
 def _print_claim(claim: Claim) -> None:
     from sgdol.paper.report import measurement
 
-    out.print(f"“{claim.sentence}”\n{claim.where}\n", markup=False)
-    out.print(f"[{_COLOURS[claim.verdict]}]{claim.verdict}[/]\n")
+    out.print(f"“{claim.sentence}”\n{claim.where}\n")
+    out.print(f"{claim.verdict}\n", style=_COLOURS[claim.verdict])
     for part in claim.parts:
         mark = {True: "holds", False: "fails", None: "–"}[part.holds]
-        out.print(f"  {mark:<6} {part.what}: {measurement(part)}", markup=False)
+        out.print(f"  {mark:<6} {part.what}: {measurement(part)}")
     for name, text in (("measured", claim.check), ("threshold", claim.reason), ("note", claim.note)):
         if text:
-            out.print(f"\n{name}: {text}", markup=False)
+            out.print(f"\n{name}: {text}")
 
 
 def _seconds(seconds: float) -> str:
@@ -356,7 +357,7 @@ def main() -> None:
         if sentence is None:
             raise
         if sentence:
-            err.print(f"sgdol: {' '.join(sentence.split())}", markup=False)
+            err.print(f"sgdol: {' '.join(sentence.split())}")
         sys.exit(1)
     sys.exit(status if isinstance(status, int) else 0)
 
