@@ -147,6 +147,24 @@ def test_lost_files_come_back_with_the_same_bytes_in_any_order(complete, argumen
     assert files(results.folder) == before
 
 
+def test_a_failure_stops_the_other_parts_and_what_is_written_stays(tmp_path):
+    class Impatient(Watcher):
+        def advance(self, part, iterations):
+            super().advance(part, iterations)
+            if part == "rosenbrock: sigma=0.2: SGD":
+                raise KeyboardInterrupt
+
+    watcher = Impatient()
+    configuration = Configuration(figures=(2,), horizon=50, repeats=2)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(configuration, tmp_path, watcher)
+    written = set(Results(tmp_path).available())
+    assert ("rosenbrock", "sigma=0", "SGD") in written
+    assert ("rosenbrock", "sigma=0.2", "SGD") not in written
+    assert len(watcher.finished) < len(watcher.totals)
+    assert not list(tmp_path.rglob(".unfinished*"))
+
+
 def test_a_folder_at_work_is_refused(tmp_path, arguments):
     results = Results(tmp_path)
     with results.alone(), pytest.raises(ResultsError, match="another sgdol reproduce is at work"):
@@ -201,5 +219,4 @@ def test_killed_and_run_again_it_ends_with_the_same_bytes(tmp_path):
 
 @pytest.mark.slow
 def test_killed_ten_times_and_run_again_it_ends_with_the_same_bytes(tmp_path, small_data):
-    # The whole adult data, so that parts are long enough to be hit in the middle.
     check_kills(tmp_path, {"horizon": 3000, "repeats": 3, "data": small_data, "seed": 5}, kills=10, seed=1)

@@ -76,14 +76,14 @@ def sgdol(
     >>> optimizer = sgdol(smoothness=4.0, alpha=1.0)
     >>> state = optimizer.init(jnp.zeros(1))
     >>> updates, state = optimizer.update(jnp.array([2.0]), state)  # the first gradient is held
-    >>> updates.tolist()
-    [0.0]
+    >>> bool(updates[0] == 0), bool(state[0].pending)
+    (True, True)
     >>> updates, state = optimizer.update(jnp.array([4.0]), state)  # the second completes the pair
     >>> updates.tolist()
     [-0.75]
     >>> updates, state = optimizer.update(jnp.array([2.0]), state, others=jnp.array([4.0]))  # both in one call
-    >>> updates.tolist()  # -1/4 * (1 + 8) / (1 + 9) * 3
-    [-0.675...]
+    >>> round(float(updates[0]), 6)  # -1/4 * (1 + 8) / (1 + 9) * 3
+    -0.675
     """
     if (learning_rate is None) == (smoothness is None):
         given = "neither" if learning_rate is None else f"{learning_rate!r} and {smoothness!r}"

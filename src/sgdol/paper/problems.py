@@ -88,9 +88,9 @@ class Rosenbrock(Problem):
         noise_model: ``"coordinate"``: N(0, sigma^2) on each coordinate; ``"total"``: E ||noise||^2 = sigma^2.
         sigmas: the noise levels.
 
-    >>> f, g = Rosenbrock().objective_and_gradient((), jnp.array([[0.0, 0.0], [1.0, 1.0]]))
+    >>> f, g = Rosenbrock().objective_and_gradient((), jnp.array([[0.0, 0.0], [2.0, 4.0]]))
     >>> f.tolist(), g.tolist()
-    ([1.0, 0.0], [[-2.0, 0.0], [0.0, 0.0]])
+    ([1.0, 1.0], [[-2.0, 0.0], [2.0, 0.0]])
     """
 
     noise_model: NoiseModel = "coordinate"

@@ -7,6 +7,7 @@ noisy runs, one file each. Every part looks for its file before it works, so an 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +94,8 @@ def _run_all(
             for future in futures:
                 future.result()
         except BaseException:
+            for job in jobs:
+                job.stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
@@ -102,6 +105,10 @@ def _problem(name: str, configuration: Configuration) -> Problem:
         return Rosenbrock(configuration.noise_model)
     adult = balanced_adult(seed=configuration.seed, path=configuration.data)
     return AdultClassifier(adult.features, adult.labels)
+
+
+class _StoppedError(Exception):
+    """Another part failed or the user interrupted: this part need not go on."""
 
 
 class _Experiment:
@@ -117,6 +124,7 @@ class _Experiment:
         self.repeats = configuration.repeats_of(problem.name)
         self.grids = GRIDS[problem.name]
         self.criterion = CRITERIA[problem.name]
+        self.stopped = threading.Event()
 
     # ---------------------------------------------------------------------------------------------------- plan
 
@@ -275,7 +283,7 @@ class _Experiment:
                 noise,
                 self.horizons.noisy,
                 seed=self.configuration.seed,
-                progress=lambda n: self.progress.advance(part, n),
+                progress=lambda n: self._advance(part, n),
             )
             self.results.write(path, self._run_dataset(method, noise, hyperparameters, trace), key)
         self._finish(part, start, missing)
@@ -319,6 +327,8 @@ class _Experiment:
         }
         if method.name == "SGD GL":
             attributes |= {"gap": self.gap, "total_variance": self.problem.total_variance(noise)}
+            if not isinstance(self.problem, Rosenbrock):
+                attributes["estimated"] = "f* by the lowest objective of the searches, the variance by that at x_1"
         if with_noise and not trace.evaluations:
             attributes["sigma"] = noise.sigma
         return xr.Dataset(
@@ -333,6 +343,11 @@ class _Experiment:
             coords={"iteration": trace.iteration, "repeat": np.arange(self.repeats)},
             attrs=attributes,
         )
+
+    def _advance(self, part: str, iterations: int) -> None:
+        if self.stopped.is_set():
+            raise _StoppedError
+        self.progress.advance(part, iterations)
 
     def _finish(self, part: str, start: float, worked: bool) -> None:
         seconds = time.perf_counter() - start if worked else 0.0
