@@ -319,20 +319,25 @@ class _Bars:
             self.left[part] = iterations
             totals[self.group(part)] += iterations
         for group, total in totals.items():
-            self.tasks[group] = self.bars.add_task(group, total=total)
+            self.tasks[group] = self.bars.add_task(group, total=total, start=False)
 
     def advance(self, part: str, iterations: int) -> None:
         """Move the part's bar."""
         with self.lock:
             self.left[part] -= iterations
-        self.bars.advance(self.tasks[self.group(part)], iterations)
+        self._move(part, iterations)
+
+    def _move(self, part: str, iterations: int) -> None:
+        task = self.tasks[self.group(part)]
+        self.bars.start_task(task)
+        self.bars.advance(task, iterations)
 
     def finish(self, part: str, seconds: float) -> None:
         """Fill what is left of the part, for one that was there already."""
         with self.lock:
             self.seconds[self.group(part)] += seconds
             rest, self.left[part] = self.left[part], 0
-        self.bars.advance(self.tasks[self.group(part)], rest)
+        self._move(part, rest)
         if not err.is_terminal:
             err.print(f"{part:<44} {_seconds(seconds) if seconds else 'done before':>12}")
 
