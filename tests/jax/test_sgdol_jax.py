@@ -260,6 +260,13 @@ def test_multi_transform_gives_each_group_its_step_size():
     np.testing.assert_allclose(flat(params), expected.iterates[-1], rtol=0, atol=1e-12)
 
 
+def test_a_mask_that_leaves_nothing_is_no_error():
+    optimizer = optax.masked(sgdol(0.1, granularity="tensor"), {"a": False, "b": False})
+    params = tree(np.zeros(6))
+    updates, _ = optimizer.update(tree(np.ones(6)), optimizer.init(params), params)
+    np.testing.assert_array_equal(flat(updates), np.ones(6))
+
+
 def test_microbatch_gradients_average_to_the_gradient_of_the_batch():
     def loss(params, x, y):
         return jnp.mean((x @ params - y) ** 2)

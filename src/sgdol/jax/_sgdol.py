@@ -181,6 +181,8 @@ def scale_by_sgdol(
         updates: Any, state: ScaleBySGDOLState, params: Any = None, *, others: Any = None, **extra: Any
     ) -> tuple[Any, ScaleBySGDOLState]:
         del extra
+        if not jax.tree.leaves(state.held):  # a mask can leave nothing
+            return updates, state
         stacked = _is_stacked(updates, state.held)
         if others is not None:
             if stacked or _is_stacked(others, state.held, "others"):
