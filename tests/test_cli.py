@@ -13,6 +13,7 @@ import pytest
 import sgdol
 from sgdol import cli
 from sgdol.paper.publish import Publication
+from sgdol.paper.results import DEFAULT_HORIZON, QUICK_HORIZON
 from sgdol.paper.verdict import Claim, Part
 
 
@@ -52,6 +53,8 @@ def test_every_command_explains_every_option(command):
         options = ("--figure", "--horizon", "--repeats", "--out", "--quick", "--data", "--seed", "--noise")
         assert all(option in text for option in options)
         assert text.lower().count("default") >= 7
+        assert f"({QUICK_HORIZON})" in text
+        assert f"Default: {DEFAULT_HORIZON}" in text
     else:
         assert "--export" in text if command == "data" else "--out" in text
 

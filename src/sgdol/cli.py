@@ -102,7 +102,7 @@ def reproduce(
         bool,
         typer.Option(
             "--quick",
-            help="All figures at a short horizon (3000), to see that everything works before the long run. Long-run"
+            help="All figures at a short horizon (2000), to see that everything works before the long run. Long-run"
             " claims need the default horizon.",
         ),
     ] = False,

@@ -276,7 +276,7 @@ def _draw_curve(axis: Axes, curve: Curve, method: str, quantity: str, offset: fl
         (x[end], height),
         xytext=(0, 8),
         textcoords="offset points",
-        ha="center",
+        ha="left" if end < len(x) // 6 else "right" if end > 5 * len(x) // 6 else "center",
         va="bottom",
         fontsize=7,
         color=look.colour,
