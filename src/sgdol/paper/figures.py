@@ -274,7 +274,8 @@ def _draw_curve(axis: Axes, curve: Curve, method: str, quantity: str, offset: fl
     axis.annotate(
         f"{int(curve.diverged.sum())} of {len(curve.diverged)} diverged",
         (x[end], height),
-        xytext=(0, 8),
+        # The first iterations are crowded: a label there goes above the crowd.
+        xytext=(0, 26 if end < len(x) // 6 else 8),
         textcoords="offset points",
         ha="left" if end < len(x) // 6 else "right" if end > 5 * len(x) // 6 else "center",
         va="bottom",
