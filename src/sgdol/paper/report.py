@@ -123,8 +123,7 @@ dt { color: var(--soft); } dd { margin: 0; font-variant-numeric: tabular-nums; }
 }
 @media print {
   body { font-size: 10pt; max-width: none; padding: 0; }
-  nav, summary { display: none; }
-  details::details-content { content-visibility: visible; block-size: auto; }
+  nav, details { display: none; }
   figure, tr { break-inside: avoid; } h2, h3 { break-after: avoid; }
   pre { white-space: pre-wrap; }
 }

@@ -372,7 +372,7 @@ def _theorem_6(problems: list[Problem], horizon: int, alpha: float) -> Claim:
         ]
         parts.append(
             Part(
-                f"{problem.name}: largest ratio of f(x_(T+1)) − f* to its bound, T ≤ {horizon}",
+                f"{problem.name}: largest ratio of f(x_{{T+1}}) − f* to its bound, T ≤ {horizon}",
                 float((trace.objective[1:, 0] / bounds).max()),
                 "<=",
                 1.0,
