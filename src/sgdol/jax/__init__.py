@@ -1,0 +1,25 @@
+"""SGDOL for optax: ``sgdol``, its core ``scale_by_sgdol``, and ``microbatch_grads`` for its independent gradients.
+
+>>> import jax.numpy as jnp
+>>> import optax
+>>> from sgdol.jax import microbatch_grads, sgdol
+>>> def loss(params, x, y):
+...     return jnp.mean((x @ params - y) ** 2)
+>>> optimizer = sgdol(learning_rate=0.1)
+>>> params = jnp.zeros(2)
+>>> state = optimizer.init(params)
+>>> x, y = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]]), jnp.array([1.0, 2.0, 3.0, -1.0])
+>>> for _ in range(50):
+...     grads = microbatch_grads(loss, 2)(params, x, y)  # one batch, split into two independent halves
+...     updates, state = optimizer.update(grads, state, params)
+...     params = optax.apply_updates(params, updates)
+>>> bool(jnp.allclose(params, jnp.array([1.0, 2.0]), atol=0.01))
+True
+"""
+
+from __future__ import annotations
+
+from sgdol.jax._microbatch import microbatch_grads
+from sgdol.jax._sgdol import GRANULARITIES, ScaleBySGDOLState, scale_by_sgdol, sgdol
+
+__all__ = ["GRANULARITIES", "ScaleBySGDOLState", "microbatch_grads", "scale_by_sgdol", "sgdol"]

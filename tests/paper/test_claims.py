@@ -1,0 +1,130 @@
+"""The verdicts follow from the numbers: right worlds pass, wrong ones fail, and missing runs are not measured."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from sgdol.paper import claims
+from sgdol.paper.measures import Curve, Reader, jackknife, ratio_of_means
+from sgdol.paper.verdict import VERDICTS, Claim, Part
+
+
+def verdicts(results):
+    return {claim.id: claim.verdict for claim in claims.check_claims(Reader(results), theorems=False)}
+
+
+def test_in_a_world_where_the_paper_is_right_all_but_the_fine_grid_holds(written_results):
+    found = verdicts(written_results(repeats=40))
+    assert {name: verdict for name, verdict in found.items() if verdict != "holds"} == {
+        "smoothness-1002": "holds in part"
+    }
+
+
+def test_a_stalling_sgdol_fails_where_the_paper_says_that_it_converges(written_results):
+    found = verdicts(written_results(repeats=40, stalls=("SGDOL Global",)))
+    assert found["converges-under-noise"] == "does not hold"
+    assert found["step-decreases"] == "holds in part"
+    assert found["rosenbrock-similar"] == "holds in part"
+    assert found["recovers-sgd"] == "holds"
+
+
+def test_a_stalling_adagrad_is_not_comparable(written_results):
+    assert verdicts(written_results(stalls=("AdaGrad Global",)))["adagrad-comparable"] == "holds in part"
+
+
+def test_too_few_repeats_are_seen(written_results):
+    found = verdicts(written_results(repeats=3))
+    assert found["adult-start"] == "holds in part"
+    assert found["rosenbrock-setting"] == "holds in part"
+
+
+def test_a_rate_at_the_edge_of_its_grid_is_seen(written_results):
+    found = verdicts(written_results(rate=5e-3))
+    assert found["adult-tuning"] == "holds in part"
+    assert found["smoothness-1002"] == "holds in part"
+
+
+def test_what_was_not_run_is_not_measured(written_results):
+    found = verdicts(written_results(missing=("adult",)))
+    assert found["converges-under-noise"] == "not measured"
+    assert found["phi"] == "holds"
+    assert "not measured" not in {found["rosenbrock-similar"], found["smoothness-1002"]}
+
+
+def test_ids_are_unique_and_every_claim_says_everything(written_results):
+    found = claims.check_claims(Reader(written_results()), theorems=False)
+    assert len({claim.id for claim in found}) == len(found)
+    for claim in found:
+        assert all([claim.sentence, claim.where, claim.check, claim.reason, claim.parts])
+
+
+def test_claims_survive_being_written_and_read(written_results, tmp_path):
+    found = claims.check_claims(Reader(written_results()), theorems=False)
+    path = claims.write_claims(found, tmp_path / "claims.json")
+    assert [claim.record() for claim in claims.read_claims(path)] == [claim.record() for claim in found]
+    for record in json.loads(path.read_text()):
+        assert {"id", "sentence", "verdict", "measured", "spread", "threshold", "parts"} <= set(record)
+        assert record["verdict"] in VERDICTS
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_progress_is_told_before_each_check(written_results):
+    told = []
+    claims.check_claims(Reader(written_results()), theorems=False, progress=told.append)
+    assert len(told) == len(claims.CHECKS)
+
+
+def test_a_diverged_run_counts_as_infinitely_far_off(written_results):
+    curve = Curve(written_results().curves("adult", "batch=1", "Hypergradient"))
+    assert curve.decade_ratio().value == math.inf
+    assert np.isinf(curve.final).any()
+
+
+def test_a_window_of_the_running_mean_is_the_mean_of_the_window(written_results):
+    curve = Curve(written_results(horizon=1000).curves("rosenbrock", "sigma=0", "SGD"))
+    every = 0.5 / np.arange(1, 1001)
+    np.testing.assert_allclose(curve.window(100, 1000)[0], every[100:].mean(), rtol=1e-12)
+
+
+def test_the_jackknife_error_of_a_mean_is_its_standard_error():
+    sample = np.random.default_rng(0).normal(size=30)
+    number = jackknife(lambda values: float(values.mean()), sample)
+    assert number.error == pytest.approx(sample.std(ddof=1) / np.sqrt(30))
+
+
+@pytest.mark.parametrize(
+    ("top", "bottom", "ratio"),
+    [([2.0], [1.0], 2.0), ([np.inf], [1.0], np.inf), ([1.0], [np.inf], 0.0), ([0.0], [0.0], 1.0)],
+)
+def test_ratios_know_what_diverged(top, bottom, ratio):
+    assert ratio_of_means(np.array(top), np.array(bottom)) == ratio
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ((0.0, 0.0), "holds"),
+        ((0.0, 2.0), "holds in part"),
+        ((2.0, 2.0), "does not hold"),
+        ((None, None), "not measured"),
+        ((None, 0.0), "holds"),
+        ((math.nan, math.nan), "does not hold"),
+    ],
+)
+def test_the_verdict_follows_from_the_parts(values, verdict):
+    claim = Claim("id", "s", "w", "c", "r", tuple(Part("p", value, "<=", 1.0) for value in values))
+    assert claim.verdict == verdict
+    json.dumps(claim.record(), allow_nan=False)
+
+
+def test_the_number_that_decides_is_the_worst_failure_or_the_nearest_call():
+    near, far = Part("near", 0.9, "<=", 1.0), Part("far", 0.1, "<=", 1.0)
+    bad, worse = Part("bad", 1.5, "<=", 1.0), Part("worse", 0.1, ">=", 1.0)
+    missing = Part("missing", None, "<=", 1.0)
+    assert Claim("id", "s", "w", "c", "r", (missing, far, near)).headline is near
+    assert Claim("id", "s", "w", "c", "r", (near, bad, worse)).headline is worse
+    assert Claim("id", "s", "w", "c", "r", (missing,)).headline is missing

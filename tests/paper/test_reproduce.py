@@ -1,0 +1,228 @@
+"""The whole way: from a configuration to a folder of results, through interruptions."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from sgdol.paper.methods import METHODS
+from sgdol.paper.reproduce import reproduce
+from sgdol.paper.results import SUMMARY_COLUMNS, Configuration, Results, ResultsError
+
+
+@pytest.fixture(scope="module")
+def small_data(tmp_path_factory):
+    """A LIBSVM file of 40 samples."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for row in range(40):
+        indices = np.sort(rng.choice(np.arange(1, 124), size=14, replace=False))
+        lines.append(f"{'+1' if row % 2 else '-1'} " + " ".join(f"{i}:1" for i in indices) + "\n")
+    path = tmp_path_factory.mktemp("data") / "small"
+    path.write_text("".join(lines))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def arguments(small_data):
+    return {"horizon": 60, "repeats": 2, "data": small_data}
+
+
+class Watcher:
+    def __init__(self):
+        self.totals, self.done, self.finished = {}, {}, {}
+
+    def plan(self, parts):
+        self.totals.update(parts)
+
+    def advance(self, part, iterations):
+        self.done[part] = self.done.get(part, 0) + iterations
+
+    def finish(self, part, seconds):
+        self.finished[part] = seconds
+
+
+@pytest.fixture(scope="module")
+def complete(arguments, tmp_path_factory):
+    """A small run of everything, in this process."""
+    watcher = Watcher()
+    folder = tmp_path_factory.mktemp("results") / "complete"
+    return reproduce(Configuration(**arguments), folder, watcher), watcher
+
+
+def files(folder):
+    """The bytes of every result; the timings are not one."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "timings.json"
+    }
+
+
+def test_every_run_of_every_method_is_there(complete):
+    results, _ = complete
+    expected = {("rosenbrock", n, m) for n in ("sigma=0", "sigma=0.2", "sigma=5") for m in METHODS}
+    expected |= {("adult", n, m) for n in ("batch=all", "batch=50", "batch=1") for m in METHODS}
+    assert set(results.available()) == expected
+    assert len(results.tuned()) == 2 * 8
+
+
+def test_curves_have_what_the_figures_need(complete):
+    results, _ = complete
+    for run in results.available():
+        curves = results.curves(*run)
+        assert curves["mean_squared_gradient"].dims == ("repeat", "iteration")
+        assert curves["mean_squared_gradient"].dtype == np.float64
+        assert {"squared_gradient", "objective", "step_size", "sampling_error"} <= set(curves)
+        assert curves["iteration"].values[0] == 1
+        assert curves["iteration"].values[-1] == curves.attrs["horizon"] == 60
+        assert curves["diverged"].shape == (2,)
+        assert tuple(curves.attrs[name] for name in ("experiment", "noise", "method")) == run
+        assert curves.attrs["gradients_per_iteration"] == (2 if run[2].startswith("SGDOL") else 1)
+        np.testing.assert_array_equal(
+            curves["mean_squared_gradient"].values[:, 0], curves["squared_gradient"].values[:, 0]
+        )
+
+
+def test_what_tuning_chose_is_what_the_runs_used(complete):
+    results, _ = complete
+    for experiment, method in results.tuned():
+        search = results.tuning(experiment, method)
+        assert search["rate"].values[search.attrs["index"]] == search.attrs["chosen"]
+        for run in results.available():
+            if run[0] == experiment and run[2] == method:
+                assert results.curves(*run).attrs["learning_rate"] == search.attrs["chosen"]
+    for experiment, noise, method in results.available():
+        if method.startswith("SGDOL"):
+            attributes = results.curves(experiment, noise, method).attrs
+            assert attributes["smoothness"] == 1 / results.tuning(experiment, "SGD").attrs["chosen"]
+            assert attributes["alpha"] == 10.0
+
+
+def test_the_summary_has_the_columns_of_the_design(complete):
+    results, _ = complete
+    lines = (results.folder / "summary.csv").read_text().splitlines()
+    assert lines[0] == ",".join(SUMMARY_COLUMNS)
+    assert len(lines) == 1 + 66
+    row = results.summary()[0]
+    last = results.curves(row["experiment"], row["noise"], row["method"]).isel(iteration=-1)
+    assert row["objective"] == pytest.approx(float(last["objective"].mean()))
+
+
+def test_progress_and_times_cover_every_part(complete):
+    results, watcher = complete
+    assert watcher.totals == watcher.done
+    assert watcher.finished.keys() == watcher.totals.keys() == results.timings().keys()
+    assert all(seconds > 0 for seconds in watcher.finished.values())
+
+
+def test_a_second_run_finds_everything_done(complete, arguments):
+    results, _ = complete
+    before = files(results.folder)
+    watcher = Watcher()
+    reproduce(Configuration(**arguments), results.folder, watcher)
+    assert not watcher.done
+    assert set(watcher.finished.values()) == {0.0}
+    assert files(results.folder) == before
+
+
+def test_lost_files_come_back_with_the_same_bytes_in_any_order(complete, arguments):
+    results, _ = complete
+    before = files(results.folder)
+    for lost in (
+        "curves/rosenbrock/sigma=5/adam.nc",
+        "curves/adult/batch=all/sgd.nc",
+        "tuning/rosenbrock/sgd.nc",
+        "curves/adult/batch=1/sgdol-global.nc",
+    ):
+        (results.folder / lost).unlink()
+    reproduce(Configuration(**arguments), results.folder, workers=1)
+    assert files(results.folder) == before
+
+
+def test_a_failure_stops_the_other_parts_and_what_is_written_stays(tmp_path):
+    class Impatient(Watcher):
+        def advance(self, part, iterations):
+            super().advance(part, iterations)
+            if part == "rosenbrock: sigma=0.2: SGD":
+                raise KeyboardInterrupt
+
+    watcher = Impatient()
+    configuration = Configuration(figures=(2,), horizon=50, repeats=2)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(configuration, tmp_path, watcher)
+    written = set(Results(tmp_path).available())
+    assert ("rosenbrock", "sigma=0", "SGD") in written
+    assert ("rosenbrock", "sigma=0.2", "SGD") not in written
+    assert len(watcher.finished) < len(watcher.totals)
+    assert not list(tmp_path.rglob(".unfinished*"))
+
+
+def test_a_folder_at_work_is_refused(tmp_path, arguments):
+    results = Results(tmp_path)
+    with results.alone(), pytest.raises(ResultsError, match="another sgdol reproduce is at work"):
+        reproduce(Configuration(**arguments), tmp_path)
+
+
+def command(folder, arguments):
+    code = (
+        "import sys; from sgdol.paper.reproduce import reproduce; from sgdol.paper.results import Configuration; "
+        f"reproduce(Configuration(**{arguments!r}), sys.argv[1])"
+    )
+    return [sys.executable, "-c", code, str(folder)]
+
+
+def killed(folder, arguments, environment, after):
+    """Start a run and kill it by force after some seconds; whether it was still running."""
+    process = subprocess.Popen(command(folder, arguments), env=environment)
+    try:
+        process.wait(timeout=after)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        return True
+    assert process.returncode == 0
+    return False
+
+
+def check_kills(tmp_path, arguments, kills, seed):
+    # A cache of compiled programs, so that the test spends its time where a kill may hurt.
+    environment = {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
+    subprocess.run(command(whole, arguments), env=environment, check=True)
+    start = time.perf_counter()
+    subprocess.run(command(tmp_path / "timed", arguments), env=environment, check=True)
+    seconds = time.perf_counter() - start
+    assert files(tmp_path / "timed") == files(whole), "the same seed gives the same bytes"
+    rng = random.Random(seed)
+    struck = 0
+    while struck < kills:
+        if killed(interrupted, arguments, environment, rng.uniform(0.1, 0.9) * seconds):
+            struck += 1
+        else:  # it came to its end between two kills: that end is checked, and it starts again
+            assert files(interrupted) == files(whole)
+            shutil.rmtree(interrupted)
+    subprocess.run(command(interrupted, arguments), env=environment, check=True)
+    assert files(interrupted) == files(whole)
+
+
+def test_killed_and_run_again_it_ends_with_the_same_bytes(tmp_path):
+    check_kills(tmp_path, {"figures": (2,), "horizon": 2000, "repeats": 2}, kills=1, seed=0)
+
+
+@pytest.mark.slow
+def test_killed_ten_times_and_run_again_it_ends_with_the_same_bytes(tmp_path, small_data):
+    check_kills(tmp_path, {"horizon": 3000, "repeats": 3, "data": small_data, "seed": 5}, kills=10, seed=1)

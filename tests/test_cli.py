@@ -1,0 +1,206 @@
+"""The command line: help that teaches, one sentence for bad input, and nothing destroyed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import sgdol
+from sgdol import cli
+from sgdol.paper.publish import Publication
+from sgdol.paper.results import DEFAULT_HORIZON, QUICK_HORIZON
+from sgdol.paper.verdict import Claim, Part
+
+
+def run(*arguments, blocked=()):
+    block = f"import sys; sys.modules.update(dict.fromkeys({list(blocked)!r})); "
+    program = f"{block}sys.argv[0] = 'sgdol'; from sgdol.cli import main; main()"
+    environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1", "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+def call(monkeypatch, capsys, *arguments):
+    """The same without a new process: status, stdout and stderr."""
+    monkeypatch.setattr(sys, "argv", ["sgdol", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    captured = capsys.readouterr()
+    return stopped.value.code, captured.out, captured.err
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_version(monkeypatch, capsys):
+    status, out, _ = call(monkeypatch, capsys, "--version")
+    assert (status, out.strip()) == (0, f"sgdol {sgdol.__version__}")
+
+
+@pytest.mark.parametrize("command", ["reproduce", "claims", "report", "data"])
+def test_every_command_explains_every_option(command):
+    shown = run(command, "--help")
+    assert shown.returncode == 0
+    text = " ".join(shown.stdout.replace("│", " ").split())
+    if command == "reproduce":
+        options = ("--figure", "--horizon", "--repeats", "--out", "--quick", "--data", "--seed", "--noise")
+        assert all(option in text for option in options)
+        assert text.lower().count("default") >= 7
+        assert f"({QUICK_HORIZON})" in text
+        assert f"Default: {DEFAULT_HORIZON}" in text
+    else:
+        assert "--export" in text if command == "data" else "--out" in text
+
+
+BAD = [
+    (["reproduce", "--figure", "7"], "figures must be among 1, 2, 3 and 4, got 7"),
+    (["reproduce", "--horizon", "0"], "horizon must be an integer from 10"),
+    (["reproduce", "--horizon", "many"], "--horizon"),
+    (["reproduce", "--repeats", "0"], "repeats must be an integer from 1"),
+    (["reproduce", "--noise", "pink"], "noise_model must be one of"),
+    (["reproduce", "--data", "{folder}/none"], "there is no file"),
+    (["reproduce", "--figure", "1", "--data", "{folder}/truncated"], "truncated"),
+    (["reproduce", "--out", "{folder}/file"], "file"),
+    (["reproduce", "--out", "{folder}/file/deeper"], "file"),
+    (["reproduce", "--out", "{folder}/older"], "holds results of sgdol 0.0.1 and this is sgdol"),
+    (["reproduce", "--out", "{folder}/other"], "holds results of another configuration"),
+    (["reproduce", "--method", "Adam"], "No such option"),
+    (["claims", "--out", "{folder}/nothing"], "holds no results"),
+    (["report", "--out", "{folder}/nothing"], "holds no results"),
+    (["data", "--export", "mnist", "{folder}/x"], "the data set that can be exported is a9a"),
+    (["data", "--export", "a9a", "{folder}/file"], "was left alone"),
+    (["data", "--check", "{folder}/truncated"], "truncated"),
+    (["reprodcue"], "No such command"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "file").write_text("precious\n")
+    (tmp_path / "truncated").write_text("+1 3:1 11:1\n-1 3:1 1")
+    for name, change in (("older", {"version": "0.0.1"}), ("other", {"seed": 5})):
+        from sgdol.paper.results import Configuration
+
+        configuration = Configuration()
+        entries = {"configuration": {"figures": [1]}, "identity": configuration.identity() | change}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "configuration.json").write_text(json.dumps(entries))
+        (tmp_path / name / "summary.csv").write_text("precious\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
+def test_bad_input_gets_one_sentence_and_destroys_nothing(arguments, sentence, folder, monkeypatch, capsys):
+    before = contents(folder)
+    monkeypatch.chdir(folder)
+    status, out, err = call(monkeypatch, capsys, *(word.format(folder=folder) for word in arguments))
+    assert status not in (0, None)
+    assert sentence in err
+    assert len(err.strip().splitlines()) == 1
+    assert err.startswith("sgdol: ")
+    assert out == ""
+    assert contents(folder) == before
+
+
+def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
+    def broken(*_):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("sgdol.paper.data.describe", broken)
+    monkeypatch.setattr(sys, "argv", ["sgdol", "data"])
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main()
+
+
+def test_an_interrupt_says_how_to_continue():
+    program = (
+        "import sys; import sgdol.paper.data as data; from sgdol import cli\n"
+        "def interrupted(*_): raise KeyboardInterrupt\n"
+        "data.describe = interrupted; sys.argv = ['sgdol', 'data']; cli.main()"
+    )
+    stopped = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert stopped.returncode == 130
+    assert stopped.stderr.strip() == "sgdol: interrupted; the same command continues where it stopped"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_it_says_which_to_install(missing):
+    stopped = run("--version", blocked=[missing])
+    assert stopped.returncode == 1
+    assert stopped.stderr.strip().splitlines()[-1].endswith("pip install 'sgdol[paper]'")
+    assert "Traceback" not in stopped.stderr
+
+
+def test_without_jax_only_what_needs_it_asks_for_it(tmp_path):
+    stopped = run("reproduce", "--out", str(tmp_path), blocked=["jax"])
+    assert stopped.returncode == 1
+    assert stopped.stderr.strip() == cli.EXTRA.replace("{}", "jax").join(["sgdol: ", ""])
+    assert run("--version", blocked=["jax"]).returncode == 0
+
+
+def test_data_describes_exports_and_checks(monkeypatch, capsys, tmp_path):
+    _, out, _ = call(monkeypatch, capsys, "data")
+    assert "32,561 rows" in out
+    assert "CC BY 4.0" in out
+    path = tmp_path / "a9a"
+    status, out, _ = call(monkeypatch, capsys, "data", "--export", "a9a", path)
+    assert (status, out.strip()) == (0, str(path))
+    from sgdol.paper.data import A9A_SHA256
+
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == A9A_SHA256
+    _, out, _ = call(monkeypatch, capsys, "data", "--check", path)
+    assert "15,682 rows, 124 features" in out
+
+
+def test_reproduce_leaves_everything_and_run_again_computes_nothing_and_leaves_the_same_bytes(tmp_path):
+    # One test, because the smallest real run is the dearest thing here.
+    folder = tmp_path / "results"
+    arguments = ("reproduce", "--figure", "2", "--horizon", "100", "--repeats", "2", "--out", str(folder))
+    first = run(*arguments)
+    assert first.returncode == 0, first.stderr
+    names = {path.name for path in folder.iterdir()}
+    assert {"figure2.png", "figure2.svg", "tuning.svg", "summary.csv", "claims.json", "report.html", "curves"} <= names
+    assert "figure1.png" not in names
+    assert not [name for name in names if name.startswith(".")]
+    for words in ("rosenbrock: tuning", "rosenbrock: sigma=5", "altogether", "theorem-4", "report.html"):
+        assert words in first.stdout
+    before = contents(folder)
+    (folder / "report.html").unlink()
+    again = run(*arguments)
+    assert again.returncode == 0
+    assert "done before" in again.stdout
+    assert contents(folder) == before
+
+
+CLAIM = Claim("phi", "It is so.", "Section 7", "a check", "a reason", (Part("a [number]", 1.0, "<=", 2.0),))
+
+
+def test_report_says_what_it_wrote(tmp_path, monkeypatch, capsys):
+    paths = [tmp_path / name for name in ("figure2.png", "claims.json", "report.html")]
+    monkeypatch.setattr("sgdol.paper.publish.publish", lambda *_: Publication([], paths[:1], *paths[1:]))
+    status, out, _ = call(monkeypatch, capsys, "report", "--out", tmp_path)
+    assert status == 0
+    assert out.split() == [str(path) for path in paths]
+
+
+def test_claims_are_shown_as_a_table_one_by_one_and_in_markdown(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sgdol.paper.publish.publish_claims", lambda *_: [CLAIM])
+    status, out, _ = call(monkeypatch, capsys, "claims", "--out", tmp_path)
+    assert status == 0
+    assert "phi" in out
+    assert "a [number]: 1 (≤ 2)" in out
+    assert "1 holds" in out
+    _, out, _ = call(monkeypatch, capsys, "claims", "--out", tmp_path, "--id", "phi")
+    assert all(words in out for words in ("It is so.", "Section 7", "a check", "a reason", "a [number]: 1 (≤ 2)"))
+    _, out, _ = call(monkeypatch, capsys, "claims", "--out", tmp_path, "--markdown")
+    assert out.startswith("| verdict |")
+    status, _, err = call(monkeypatch, capsys, "claims", "--out", tmp_path, "--id", "nonsense")
+    assert status == 1
+    assert "there is no claim 'nonsense': the ids are phi" in err
