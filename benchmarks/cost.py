@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import platform
 import statistics
 import time
@@ -46,7 +47,7 @@ def main() -> None:
         "",
         *_table(_time(_steps(), rounds), "SGD(foreach=True)"),
         "",
-        "`step()` does not contain the norms that SGDOL takes at the end of each backward; the whole training steps do.",
+        "`step()` does not contain the norms that SGDOL takes during backward; the whole training steps do.",
     ]
     for name, (contenders, about) in _trainings().items():
         baseline = next(iter(contenders))
@@ -159,7 +160,7 @@ def _mlp() -> nn.Module:
 def _cnn() -> nn.Module:
     widths = [3, 32, 64, 128, 128]
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in itertools.pairwise(widths):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 10))
 

@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 from sgdol import SGDOL
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"
-LR = 0.5
+LR = 2.0
 UPDATES = 3000
 
 
@@ -52,12 +52,12 @@ def main() -> None:
         step_sizes, losses = train(batch, learn=True)
         left.plot(updates, step_sizes, style, color=colour, label=f"batch {batch}")
         if batch == 8:
-            right.plot(updates, losses, style, color=colour, label="SGDOL, lr = 0.5")
+            right.plot(updates, losses, style, color=colour, label="SGDOL, lr = 2")
     _, losses = train(8, learn=False)
-    right.plot(updates, losses, ":", color=GREY, linewidth=1, label="SGD, lr = 0.5", zorder=0)
+    right.plot(updates, losses, ":", color=GREY, linewidth=1, label="SGD, lr = 2", zorder=0)
     left.axhline(LR, color=GREY, linewidth=1, linestyle=":")
     left.annotate("lr", (1.2, LR), xytext=(0, 3), textcoords="offset points", color=GREY)
-    left.set(xscale="log", ylim=(0, 0.56), xlabel="update", title="the step size that SGDOL uses")
+    left.set(xscale="log", ylim=(0, 2.25), xlabel="update", title="the step size that SGDOL uses")
     right.set(xscale="log", yscale="log", xlabel="update", title="training loss at batch 8")
     left.legend(frameon=False)
     right.legend(frameon=False)

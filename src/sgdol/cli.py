@@ -130,6 +130,14 @@ def reproduce(
             " coordinate, or of the whole noise vector. The paper leaves it open.",
         ),
     ] = "coordinate",
+    adagrad: Annotated[
+        str,
+        typer.Option(
+            metavar="current|delayed",
+            help="Whether AdaGrad Global's step size sees the current gradient, as usual, or only those before it, which"
+            " makes the step independent of the gradient that it scales.",
+        ),
+    ] = "current",
 ) -> None:
     """Run the paper's experiments and write figures, numbers, claims and a report.
 
@@ -142,7 +150,14 @@ def reproduce(
     given = {"horizon": horizon, "figures": tuple(figure) if figure else None, "data": data and str(data)}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     try:
-        configuration = Configuration(repeats=repeats, quick=quick, seed=seed, noise_model=noise, **chosen)  # type: ignore[arg-type]
+        configuration = Configuration(
+            repeats=repeats,
+            quick=quick,
+            seed=seed,
+            noise_model=noise,  # type: ignore[arg-type]
+            adagrad_form=adagrad,
+            **chosen,
+        )
     except ValueError as error:
         raise Refusal(str(error)) from error
     start = time.perf_counter()
