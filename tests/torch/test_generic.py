@@ -272,13 +272,14 @@ def test_it_can_be_printed_before_and_after_a_step(options, foreach):
 def test_mistakes_that_every_optimizer_refuses_are_refused():
     for each in INFO.optim_error_inputs_func("cpu", torch.float32):
         given = each.optimizer_error_input
+        params = [Parameter(torch.ones(1))] if given.params is None else given.params
         assert each.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR
         if issubclass(each.error_type, Warning):
             with pytest.warns(each.error_type, match=each.error_regex):
-                INFO.optim_cls(given.params, **given.kwargs)
+                INFO.optim_cls(params, **given.kwargs)
         else:  # in our own words
             with pytest.raises(each.error_type):
-                INFO.optim_cls(given.params, **given.kwargs)
+                INFO.optim_cls(params, **given.kwargs)
 
 
 # Saving and loading ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,10 @@ to rescale the squares. The squared norm of S is therefore taken at the end of e
 version, which tells without a look at the data whether somebody has written to it since. GradScaler's kernel writes
 without raising the version, so a few entries of the largest gradients are compared as well. Where anything changed,
 all norms are taken again.
+
+Reentrant activation checkpointing runs one backward as several graphs. A parameter's own count still tells the passes
+apart, but two things are beyond it: a parameter that several reentrant segments share counts once for each of them,
+and the paper's estimator cannot tell which graph belongs to which pass. ``use_reentrant=False`` has neither problem.
 """
 
 from __future__ import annotations
@@ -96,11 +100,12 @@ class Contributions(NamedTuple):
 class _Slot:
     """One watched parameter."""
 
-    __slots__ = ("count", "fresh", "gradients", "handle", "node", "param", "seen", "seen_version", "squares")
+    __slots__ = ("count", "fresh", "gradients", "handle", "kind", "node", "param", "seen", "seen_version", "squares")
 
     def __init__(self, param: Tensor) -> None:
         self.param = param
-        self.node: Any = None
+        self.kind: Any = None
+        self.node: Any = None  # autograd keeps it only as long as somebody does
         self.handle: Any = None
         self.seen: Any = None
         self.seen_version = -1
@@ -181,11 +186,12 @@ class BackwardPasses:
                 continue
             index = self._index[param]
             slot = self._slots[index]
-            node = get_gradient_edge(param).node
-            if node is not slot.node:
+            kind = (param.dtype, param.device)  # a parameter whose data change kind gets a new accumulator
+            if slot.kind != kind:
                 if slot.handle is not None:
                     slot.handle.remove()
-                slot.node, slot.handle = node, node.register_prehook(_hook(weakref.ref(self), index))
+                slot.kind, slot.node = kind, get_gradient_edge(param).node
+                slot.handle = slot.node.register_prehook(_hook(weakref.ref(self), index))
             if new and _is_dense(param):
                 self._adopt(index, slot)
 
@@ -276,7 +282,7 @@ class BackwardPasses:
         """See which gradients were written to after the last pass: thrown away, or rescaled."""
         busy = {i for running in self._running.values() for i in running.arrived}
         for index, slot in enumerate(self._slots):
-            if not slot.count or index in busy or slot.untouched():
+            if not slot.count or slot.untouched():
                 continue
             assert self._q is not None
             assert self._n is not None
@@ -284,6 +290,8 @@ class BackwardPasses:
             if grad is None or not bool(grad.any()):
                 slot.forget()
                 self._q[index] = 0
+                continue
+            if index in busy:  # written to by the backward around this one
                 continue
             factor = _ratio(squared_norms([grad], self._q.device, self._q.dtype)[0], self._n[index])
             self._q[index] *= factor
