@@ -134,8 +134,8 @@ def reproduce(
         str,
         typer.Option(
             metavar="current|delayed",
-            help="Whether AdaGrad Global's step size sees the current gradient, as usual, or only those before it, which"
-            " makes the step independent of the gradient that it scales.",
+            help="Whether AdaGrad Global's step size sees the current gradient, as usual, or only those before it,"
+            " which makes the step independent of the gradient that it scales.",
         ),
     ] = "current",
 ) -> None:

@@ -102,14 +102,13 @@ class Blocks:
             *(self._read(f"learner.{name}", value, like) for name, value in zip(fresh._fields, fresh, strict=True))
         )
 
-    def tensor_state(self, learner: Learner, index: int, like: Tensor) -> Any:
+    def tensor_state(self, learner: Learner, names: tuple[str, ...], index: int, like: Tensor) -> list[Tensor]:
         """The learner's state for one parameter, per coordinate: tensors that may be written to."""
         owner = self._owners[index]
-        fresh = learner.initial(like.new_zeros(()))
-        for name, value in zip(fresh._fields, fresh, strict=True):
-            if f"learner.{name}" not in owner:
+        if f"learner.{names[0]}" not in owner:
+            for name, value in zip(names, learner.initial(like.new_zeros(())), strict=True):
                 owner[f"learner.{name}"] = value.expand_as(like).clone(memory_format=torch.contiguous_format)
-        return type(fresh)(*(owner[f"learner.{name}"] for name in fresh._fields))
+        return [owner[f"learner.{name}"] for name in names]
 
     def write_learner_state(self, new: Any, old: Any, ok: Tensor | None) -> None:
         """Store the learner's state."""

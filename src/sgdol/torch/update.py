@@ -98,33 +98,36 @@ def _update_coordinates(
 ) -> Outcome:
     rates = blocks.rates(draw.n)
     rates = rates[blocks.group_of] if len(groups) > 1 else rates.expand_as(draw.n)
-    numbers = []
+    kind = type(learner.initial(draw.n.new_zeros(())))
+    # Numbers on the host are cheaper than a tensor for every number; an accelerator would have to wait for them.
+    scalars = [v.tolist() if ok is None else v.unbind() for v in (rates, before, after)]
+    signals, squares = [], []
     scratch: dict[torch.dtype, Tensor] = {}
-    for i, (p, vector) in enumerate(zip(blocks.params, draw.vectors, strict=True)):
+    for i, (p, vector, rate, a, b) in enumerate(zip(blocks.params, draw.vectors, *scalars, strict=True)):
         known = draw.squares[i] if draw.squares else draw.signals[i]
-        state = blocks.tensor_state(learner, i, known)
-        group = groups[blocks.group_of[i]]
-        tensors = [real_view(p), vector, known, *state]
+        tensors = [real_view(p), vector, known, *blocks.tensor_state(learner, kind._fields, i, known)]
         pieces = zip(*(_chunks(t) for t in tensors), strict=True) if _flat(tensors) else [tensors]
-        rate, a, b = rates[i].to(known), before[i].to(known), after[i].to(known)
-        parts = []
+        su, ssn = [], []
         for x, v, known, *fields in pieces:
             d = _scaled(v, draw.scales[i], known)
             if type(learner) is FTRL and draw.squares and ok is None:
-                memory = _scratch(scratch, known)
-                multiplier, su = _learn_in_place(learner, type(state)(*fields), d, known, draw.k, a, memory)
+                multiplier, signal = _learn_in_place(
+                    learner, kind(*fields), d, known, draw.k, a, _scratch(scratch, known)
+                )
             else:
                 n = d.square()
                 u = symmetric_signal(n, known, draw.k) if draw.squares else known
-                multiplier, su = _learn(learner, type(state)(*fields), u, n, a, b, ok)
-            parts.append(torch.stack([su, _move_coordinates(group, x, d, multiplier, rate, ok)]))
-        numbers.append((parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)).to(draw.n))
-    su, ssn = torch.stack(numbers).unbind(1)
+                multiplier, signal = _learn(learner, kind(*fields), u, n, a, b, ok)
+            su.append(signal)
+            ssn.append(_move_coordinates(groups[blocks.group_of[i]], x, d, multiplier, rate, ok))
+        signals.append(sum(su[1:], su[0]).to(draw.n))
+        squares.append(sum(ssn[1:], ssn[0]).to(draw.n))
+    su_each, ssn_each = torch.stack(signals), torch.stack(squares)
     # The length of the move over that of the direction: a coordinate that never moves keeps eta = lr, and an unweighted
     # mean would show little else.
-    eta = rates * torch.where(draw.n > 0, ssn / torch.where(draw.n > 0, draw.n, 1), 1).sqrt()
+    eta = rates * torch.where(draw.n > 0, ssn_each / torch.where(draw.n > 0, draw.n, 1), 1).sqrt()
     shown = _root_mean_squares(eta, draw.n, blocks.per_group)
-    return Outcome(shown, (rates * (ssn / 2 - su)).sum(), (rates * draw.u).sum(), (rates * draw.n).sum())
+    return Outcome(shown, (rates * (ssn_each / 2 - su_each)).sum(), (rates * draw.u).sum(), (rates * draw.n).sum())
 
 
 def _scaled(vector: Tensor, scale: float | Tensor, like: Tensor) -> Tensor:
@@ -134,7 +137,7 @@ def _scaled(vector: Tensor, scale: float | Tensor, like: Tensor) -> Tensor:
 
 
 def _learn(
-    learner: Learner, state: Any, u: Tensor, n: Tensor, before: Tensor, after: Tensor, ok: Tensor | None
+    learner: Learner, state: Any, u: Tensor, n: Tensor, before: Any, after: Any, ok: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The multipliers and <s, u>; the state is written to."""
     multiplier = learner.predict(state, before).clone()  # it may be the state itself
@@ -146,10 +149,10 @@ def _learn(
 
 
 def _learn_in_place(
-    learner: FTRL, state: Any, d: Tensor, squares: Tensor, k: int, alpha: Tensor, memory: tuple[Tensor, Tensor]
+    learner: FTRL, state: Any, d: Tensor, squares: Tensor, k: int, alpha: float, memory: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The same as ``_learn`` for FTRL, in fewer passes over memory and without new memory."""
-    weight: float = learner.strength * alpha.tolist()  # type: ignore[operator]
+    weight = learner.strength * alpha
     multiplier = torch.add(state.u_sum, weight * learner.center, out=memory[0])
     denominator = torch.add(state.n_sum, weight, out=memory[1])
     multiplier.div_(denominator)
@@ -164,15 +167,15 @@ def _learn_in_place(
 
 
 def _move_coordinates(
-    group: dict[str, Any], x: Tensor, d: Tensor, multiplier: Tensor, rate: Tensor, ok: Tensor | None
+    group: dict[str, Any], x: Tensor, d: Tensor, multiplier: Tensor, rate: float | Tensor, ok: Tensor | None
 ) -> Tensor:
     """Move x along d; returns ||s d||^2. The multipliers are written to."""
-    if group["weight_decay"] or ok is not None or x.dtype != d.dtype:
+    if group["weight_decay"] or x.dtype != d.dtype or isinstance(rate, Tensor):
         _move_guarded(group, x, d, 1.0, multiplier * rate, ok)
         scaled = multiplier.mul_(d)
     else:
         scaled = multiplier.mul_(d)
-        x.addcmul_(scaled, rate, value=1.0 if group["maximize"] else -1.0)
+        x.add_(scaled, alpha=rate if group["maximize"] else -rate)
     return inner(scaled, scaled)
 
 
