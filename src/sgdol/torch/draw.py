@@ -122,7 +122,9 @@ def gradient(p: Tensor) -> Tensor:
 def inner(a: Tensor, b: Tensor) -> Tensor:
     """<a, b>, in float32 or wider."""
     wide = wide_dtype(a.dtype)
-    return torch.dot(a.to(wide).reshape(-1), b.to(wide).reshape(-1))
+    if a.dtype != wide or b.dtype != wide:
+        a, b = a.to(wide), b.to(wide)
+    return torch.dot(a.reshape(-1), b.reshape(-1))
 
 
 def _totals(tensors: list[Tensor], like: Tensor) -> Tensor:

@@ -23,6 +23,10 @@ CHUNK = 1 << 18
 """How many scalars a per-coordinate update handles at once: its temporaries do not grow with the model either."""
 
 
+SMALL = 1 << 12
+"""Below so many scalars new memory is cheaper than a view of old memory."""
+
+
 class Outcome(NamedTuple):
     """What one update did, for the records."""
 
@@ -120,9 +124,9 @@ def _update_coordinates(
                 multiplier, signal = _learn(learner, kind(*fields), u, n, a, b, ok)
             su.append(signal)
             ssn.append(_move_coordinates(groups[blocks.group_of[i]], x, d, multiplier, rate, ok))
-        signals.append(sum(su[1:], su[0]).to(draw.n))
-        squares.append(sum(ssn[1:], ssn[0]).to(draw.n))
-    su_each, ssn_each = torch.stack(signals), torch.stack(squares)
+        signals.append(sum(su[1:], su[0]))
+        squares.append(sum(ssn[1:], ssn[0]))
+    su_each, ssn_each = (torch.stack([v.to(draw.n.device) for v in vs]).to(draw.n) for vs in (signals, squares))
     # The length of the move over that of the direction: a coordinate that never moves keeps eta = lr, and an unweighted
     # mean would show little else.
     eta = rates * torch.where(draw.n > 0, ssn_each / torch.where(draw.n > 0, draw.n, 1), 1).sqrt()
@@ -132,7 +136,7 @@ def _update_coordinates(
 
 def _scaled(vector: Tensor, scale: float | Tensor, like: Tensor) -> Tensor:
     if isinstance(scale, float) and scale == 1.0:
-        return vector.to(like)
+        return vector if vector.dtype == like.dtype else vector.to(like)
     return vector.to(like) * (scale if isinstance(scale, float) else scale.to(like))
 
 
@@ -180,8 +184,8 @@ def _move_coordinates(
 
 
 def _scratch(kept: dict[torch.dtype, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors like this one, from memory that is used again and again."""
-    if like.numel() > CHUNK:
+    """Two tensors like this one, from memory that is used again and again where allocating it would cost more."""
+    if not SMALL < like.numel() <= CHUNK:
         return torch.empty_like(like), torch.empty_like(like)
     if like.dtype not in kept:
         kept[like.dtype] = torch.empty(2, CHUNK, dtype=like.dtype, device=like.device)
