@@ -50,7 +50,18 @@ def test_every_command_explains_every_option(command):
     assert shown.returncode == 0
     text = " ".join(shown.stdout.replace("│", " ").split())
     if command == "reproduce":
-        options = ("--figure", "--horizon", "--repeats", "--out", "--quick", "--data", "--seed", "--noise")
+        options = (
+            "--figure",
+            "--horizon",
+            "--repeats",
+            "--out",
+            "--quick",
+            "--data",
+            "--seed",
+            "--noise",
+            "--method",
+            "--adagrad",
+        )
         assert all(option in text for option in options)
         assert text.lower().count("default") >= 7
         assert f"({QUICK_HORIZON})" in text
@@ -71,7 +82,8 @@ BAD = [
     (["reproduce", "--out", "{folder}/file/deeper"], "file"),
     (["reproduce", "--out", "{folder}/older"], "holds results of sgdol 0.0.1 and this is sgdol"),
     (["reproduce", "--out", "{folder}/other"], "holds results of another configuration"),
-    (["reproduce", "--method", "Adam"], "No such option"),
+    (["reproduce", "--method", "Nesterov"], "method must be one of SGDOL Global, "),
+    (["reproduce", "--adagrad", "sometimes"], "adagrad_form must be one of"),
     (["claims", "--out", "{folder}/nothing"], "holds no results"),
     (["report", "--out", "{folder}/nothing"], "holds no results"),
     (["data", "--export", "mnist", "{folder}/x"], "the data set that can be exported is a9a"),
@@ -89,7 +101,7 @@ def folder(tmp_path):
         from sgdol.paper.results import Configuration
 
         configuration = Configuration()
-        entries = {"configuration": {"figures": [1]}, "identity": configuration.identity() | change}
+        entries = {"configuration": {"figures": [1], "only": []}, "identity": configuration.identity() | change}
         (tmp_path / name).mkdir()
         (tmp_path / name / "configuration.json").write_text(json.dumps(entries))
         (tmp_path / name / "summary.csv").write_text("precious\n")

@@ -81,6 +81,14 @@ def reproduce(
             " 2 and 3 the Rosenbrock function; one alone is faster.",
         ),
     ] = None,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Run only this method with noise, by the paper's name (for instance 'SGDOL Global'); repeat it for"
+            " several. Default: all that the figures need. The noiseless runs, which tune the rates, are always made.",
+        ),
+    ] = None,
     horizon: Annotated[
         int | None,
         typer.Option(
@@ -147,7 +155,12 @@ def reproduce(
     from sgdol.paper.reproduce import reproduce as run
     from sgdol.paper.results import Configuration
 
-    given = {"horizon": horizon, "figures": tuple(figure) if figure else None, "data": data and str(data)}
+    given = {
+        "horizon": horizon,
+        "figures": tuple(figure) if figure else None,
+        "only": tuple(method) if method else None,
+        "data": data and str(data),
+    }
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     try:
         configuration = Configuration(

@@ -68,6 +68,9 @@ FIGURES: Mapping[int, tuple[str, tuple[str, ...]]] = {
 }
 """The experiment and the methods of each of the paper's figures."""
 
+CHOICES = ("figures", "only", "quick", "data")
+"""What chooses which numbers are made, and does not change them (of the data, their hash counts)."""
+
 SUMMARY_COLUMNS = (
     "experiment",
     "noise",
@@ -119,6 +122,7 @@ class Configuration:
         noiseless_horizon: T of the full-batch runs on adult, where one iteration costs as much as a hundred noisy ones;
             None for a tenth of the horizon, and no less than 1,000 if the horizon allows it.
         tuning_horizon: T of the search of the rates; None for that of the noiseless runs, and at most 100,000.
+        only: the methods to run with noise, by the paper's names; none for all that the figures need.
 
     >>> Configuration(figures=(5,))
     Traceback (most recent call last):
@@ -137,6 +141,7 @@ class Configuration:
     adagrad_form: str = "current"
     noiseless_horizon: int | None = None
     tuning_horizon: int | None = None
+    only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.quick and self.horizon == DEFAULT_HORIZON:
@@ -149,6 +154,9 @@ class Configuration:
         for figure in self.figures:
             if figure not in FIGURES:
                 raise ValueError(f"figures must be among 1, 2, 3 and 4, got {figure!r}")
+        for method in self.only:
+            if method not in METHODS:
+                raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         _integer("horizon", self.horizon, 10, 10**9)
         _integer("seed", self.seed, 0, 2**63 - 1)
         for name in ("repeats", "noiseless_horizon", "tuning_horizon"):
@@ -168,9 +176,10 @@ class Configuration:
         return tuple(e for e in EXPERIMENTS if any(FIGURES[f][0] == e for f in self.figures))
 
     def methods(self, experiment: str) -> tuple[str, ...]:
-        """The methods to run with noise: those of the figures, SGDOL Coordinate and SGD GL."""
+        """The methods to run with noise: those of the figures, SGDOL Coordinate and SGD GL, unless only some are."""
         wanted = {m for f in self.figures if FIGURES[f][0] == experiment for m in FIGURES[f][1]}
-        return tuple(m for m in METHODS if m in wanted or m in ("SGDOL Coordinate", "SGD GL"))
+        wanted |= {"SGDOL Coordinate", "SGD GL"}
+        return tuple(m for m in METHODS if m in wanted and (not self.only or m in self.only))
 
     def repeats_of(self, experiment: str) -> int:
         """How many repeats the experiment has."""
@@ -188,8 +197,8 @@ class Configuration:
         return Horizons(self.horizon, noiseless, self.tuning_horizon or min(noiseless, DEFAULT_HORIZON))
 
     def identity(self) -> dict[str, Any]:
-        """Everything that the numbers depend on; the figures only choose which of them are made."""
-        entries = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("figures", "quick", "data")}
+        """Everything that the numbers depend on."""
+        entries = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in CHOICES}
         return {**entries, "data": self.data_sha256(), "version": sgdol.__version__}
 
     def data_sha256(self) -> str:
@@ -234,7 +243,7 @@ class Results:
             raise ResultsError(f"{self.folder} holds no results: run sgdol reproduce --out {self.folder} first")
         known = {f.name for f in fields(Configuration)}
         entries = {name: value for name, value in stored["configuration"].items() if name in known}
-        return Configuration(**{**entries, "figures": tuple(entries["figures"])})
+        return Configuration(**{**entries, "figures": tuple(entries["figures"]), "only": tuple(entries["only"])})
 
     @property
     def version(self) -> str:
