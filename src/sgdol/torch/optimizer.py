@@ -119,9 +119,6 @@ class SGDOL(Optimizer):
             raise TypeError(
                 f"learner must be an object with initial, predict and observe (see sgdol.learners), got {learner!r}"
             )
-        params = _materialise(params)
-        if lr is None and params and not _every_group_has_a_rate(params):
-            raise ValueError("lr or smoothness is needed: got neither. lr = 1/M is the largest step size to start from")
         defaults = {
             "lr": lr,
             "alpha": alpha,
@@ -134,6 +131,9 @@ class SGDOL(Optimizer):
             "foreach": foreach,
         }
         _check_options(defaults)
+        params = _materialise(params)
+        if lr is None and params and not _every_group_has_a_rate(params):
+            raise ValueError("lr or smoothness is needed: got neither. lr = 1/M is the largest step size to start from")
         self._warned: tuple[str, ...] = ()
         self._passes: BackwardPasses | None = None
         self._ranks: Ranks | None = None
@@ -515,14 +515,16 @@ def _readable(scalar: Tensor) -> bool:
 
 
 def _materialise(params: Iterable[Any]) -> list[Any]:
-    if isinstance(params, torch.nn.Module):
-        raise TypeError("params must be an iterable of tensors or dicts, got a module: give its .parameters()")
-    if isinstance(params, dict):
-        raise TypeError("params must be an iterable of tensors or dicts, got one dict: put it into a list")
-    if isinstance(params, Tensor):
-        raise TypeError(
-            f"params must be an iterable of tensors or dicts, got a single tensor of shape {tuple(params.shape)}"
-        )
+    kinds = {
+        torch.nn.Module: "a module: give its .parameters()",
+        dict: "one dict: put it into a list",
+        Tensor: "a single tensor: put it into a list",
+    }
+    for kind, sentence in kinds.items():
+        if isinstance(params, kind):
+            raise TypeError(
+                f"params argument given to the optimizer should be an iterable of Tensors or dicts, got {sentence}"
+            )
     return list(params)
 
 
