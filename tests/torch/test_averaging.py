@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from sgdol.torch import polynomial_average, random_iterate
+from sgdol import SGDOL
+from sgdol.torch import averaged_weights, polynomial_average, random_iterate
 
 
 class Two(torch.nn.Module):
@@ -179,3 +180,59 @@ def test_the_held_iterate_does_not_move_with_the_model():
     held = random_iterate(0)(torch.zeros(3), current, 0)
     current.add_(1)
     assert held.tolist() == [1.0, 1.0, 1.0]
+
+
+# Putting averages into the model --------------------------------------------------------------------------------------
+
+
+def two_models(use_buffers=False):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    average = AveragedModel(model, avg_fn=polynomial_average(), use_buffers=use_buffers)
+    with torch.no_grad():
+        for tensor in [*average.module.parameters(), average.module[1].running_mean]:
+            tensor.add_(1.0)
+    return model, average
+
+
+def test_averaged_weights_are_there_inside_and_gone_outside():
+    model, average = two_models()
+    before = [p.detach().clone() for p in model.parameters()]
+    with averaged_weights(model, average):
+        assert all(torch.equal(p, q + 1) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_averaged_weights_are_taken_out_again_after_an_error():
+    model, average = two_models()
+    before = model[0].weight.detach().clone()
+    with pytest.raises(RuntimeError, match="evaluation"), averaged_weights(model, average):
+        raise RuntimeError("evaluation")
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_buffers_are_put_in_only_where_they_are_averaged(use_buffers):
+    model, average = two_models(use_buffers)
+    with averaged_weights(model, average):
+        assert model[1].running_mean.tolist() == ([1.0] * 3 if use_buffers else [0.0] * 3)
+    assert model[1].running_mean.tolist() == [0.0] * 3
+
+
+def test_training_goes_on_as_if_nothing_had_been_put_in():
+    def trained(look: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        x = torch.nn.Linear(2, 1)
+        average = AveragedModel(x, avg_fn=polynomial_average())
+        opt = SGDOL(x.parameters(), lr=0.1)
+        for _ in range(6):
+            (x(torch.randn(4, 2)) - 1).square().mean().backward()
+            if look:
+                with averaged_weights(x, average):
+                    x(torch.ones(1, 2))
+            opt.step()
+            opt.zero_grad()
+            average.update_parameters(x)
+        return x.weight.detach()
+
+    assert torch.equal(trained(True), trained(False))

@@ -8,19 +8,23 @@ polynomial average weights the later iterates more.
 >>> model = torch.nn.Linear(2, 1)
 >>> averaged = AveragedModel(model, avg_fn=polynomial_average(power=8))
 >>> averaged.update_parameters(model)  # after every opt.step()
+>>> with averaged_weights(model, averaged):
+...     _ = model(torch.ones(1, 2))  # evaluate or save here
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 from sgdol.torch.passes import scalar_dtype
 
-__all__ = ["polynomial_average", "random_iterate"]
+__all__ = ["averaged_weights", "polynomial_average", "random_iterate"]
 
 AverageFunction = Callable[[Tensor, Tensor, Tensor | int], Tensor]
 
@@ -74,3 +78,43 @@ def random_iterate(seed: int = 0) -> AverageFunction:
         return current.clone() if take else held
 
     return choose
+
+
+@contextmanager
+def averaged_weights(model: torch.nn.Module, averaged: AveragedModel) -> Iterator[None]:
+    """Put the averaged weights into the model, for evaluation or saving, and take them out again.
+
+    Parameters always; buffers only if ``averaged`` averages them (``use_buffers=True``): else a BatchNorm keeps the
+    statistics of the model itself (see :func:`torch.optim.swa_utils.update_bn`). What is changed inside is undone.
+
+    Args:
+        model: the model that is trained; its tensors stay the same objects, so that the optimizer does not notice.
+        averaged: its average.
+
+    >>> model = torch.nn.Linear(1, 1)
+    >>> averaged = AveragedModel(model, avg_fn=polynomial_average())
+    >>> with torch.no_grad():
+    ...     _ = model.weight.fill_(3.0), averaged.module.weight.fill_(2.0)
+    >>> with averaged_weights(model, averaged):
+    ...     model.weight.item()
+    2.0
+    >>> model.weight.item()
+    3.0
+    """
+    mine: list[Tensor] = [*model.parameters()]
+    theirs: list[Tensor] = [*averaged.module.parameters()]
+    if averaged.use_buffers:
+        mine += model.buffers()
+        theirs += averaged.module.buffers()
+    kept = [tensor.detach().clone() for tensor in mine]
+    try:
+        _copy(theirs, mine)
+        yield
+    finally:
+        _copy(kept, mine)
+
+
+@torch.no_grad()
+def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

@@ -84,7 +84,7 @@ def update(
         part = slice(start, start + size)
         start += size
         if size:
-            _move(group, blocks.params[part], draw.vectors[part], draw.scales[start - size], each[part], ok)
+            _move(group, blocks.params[part], draw.vectors[part], draw.scales[part.start], each[part], ok)
     return Outcome(shown, (rates * loss(multiplier, u, n, 1.0)).sum(), (rates * u).sum(), (rates * n).sum())
 
 
