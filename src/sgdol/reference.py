@@ -12,7 +12,17 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["Run", "algorithm_1", "algorithm_2", "argmin", "ftrl", "minimise_with_ftrl", "replay", "step_size"]
+__all__ = [
+    "Run",
+    "algorithm_1",
+    "algorithm_2",
+    "argmin",
+    "ftrl",
+    "minimise_with_ftrl",
+    "polynomial_average",
+    "replay",
+    "step_size",
+]
 
 Vector = NDArray[np.float64]
 
@@ -172,14 +182,47 @@ def replay(
     alpha: float | None,
     estimator: Literal["paper", "symmetric"] = "paper",
     blocks: ArrayLike | None = None,
+    kappa: float = 1.0,
+    momentum: float = 0.0,
+    statistics: Literal["direction", "gradient"] = "direction",
 ) -> Run:
-    """Algorithm 1 on recorded gradients, of shape (T, k, d): what an optimizer must do on exact vectors.
+    r"""Algorithm 1 on recorded gradients, of shape (T, k, d): what an optimizer must do on exact vectors.
+
+    Past the paper: alpha=None is kappa times the first squared direction; with momentum,
+    :math:`d_t = m_t / (1 - \beta^t)` for :math:`m_t = \beta m_{t-1} + (1 - \beta) \bar g_t`, and the learner sees either the pair
+    :math:`((\beta \langle m_{t-1}, \bar g_t\rangle + (1 - \beta) u_t)/(1 - \beta^t), \|d_t\|^2)` of that direction,
+    or the pair of the gradients alone.
 
     >>> replay([[[1.0], [1.0]], [[2.0], [-2.0]]], [0.0], smoothness=1.0, alpha=1.0).iterates.ravel()
     array([ 0., -1., -3.])
     """
     recorded = np.asarray(gradients, dtype=np.float64)
-    return _run(lambda t, _: recorded[t], x1, len(recorded), smoothness, alpha, estimator, blocks, seed=0)
+    return _run(
+        lambda t, _: recorded[t],
+        x1,
+        len(recorded),
+        smoothness,
+        alpha,
+        estimator,
+        blocks,
+        seed=0,
+        kappa=kappa,
+        momentum=momentum,
+        statistics=statistics,
+    )
+
+
+def polynomial_average(iterates: ArrayLike, power: float) -> Vector:
+    r"""The average :math:`\bar x_t = \bar x_{t-1} + \frac{a+1}{t+a} (x_t - \bar x_{t-1})` after the last iterate.
+
+    >>> polynomial_average([[2.0], [4.0]], power=0).item()
+    3.0
+    """
+    points = np.asarray(iterates, dtype=np.float64)
+    average = np.zeros_like(points[0])
+    for t, x in enumerate(points, start=1):
+        average = average + (power + 1) / (t + power) * (x - average)
+    return average
 
 
 def _run(
@@ -191,12 +234,15 @@ def _run(
     estimator: str,
     blocks: ArrayLike | None,
     seed: int,
+    kappa: float = 1.0,
+    momentum: float = 0.0,
+    statistics: str = "direction",
 ) -> Run:
     x = np.array(x1, dtype=np.float64)
     block_of = np.zeros(x.shape, dtype=np.intp) if blocks is None else np.array(blocks, dtype=np.intp)
     sizes = np.bincount(block_of)
     shares = None if alpha is None else np.full(len(sizes), float(alpha))
-    iterates, step_sizes = [x], []
+    iterates, step_sizes, m = [x], [], np.zeros_like(x)
     us: list[Vector] = []
     ns: list[Vector] = []
     for t in range(horizon):
@@ -218,10 +264,18 @@ def _run(
             k = len(g)
             d = sum(g) / k
             u_each = sum(g[i] * g[j] for i in range(k) for j in range(k) if i != j) / (k * (k - 1))
+        n_each = d**2
+        correction = 1 - momentum ** (t + 1)
+        if statistics == "direction":
+            u_each = (momentum * m * d + (1 - momentum) * u_each) / correction
+        m = momentum * m + (1 - momentum) * d
+        d = m / correction
+        if statistics == "direction":
+            n_each = d**2
         us.append(np.array([u_each[block_of == b].sum() for b in range(len(sizes))]))
-        ns.append(np.array([(d[block_of == b] ** 2).sum() for b in range(len(sizes))]))
+        ns.append(np.array([n_each[block_of == b].sum() for b in range(len(sizes))]))
         if shares is None and ns[-1].sum() > 0:
-            shares = ns[-1].sum() * sizes / x.size
+            shares = kappa * ns[-1].sum() * sizes / x.size
         x = x - eta[block_of] * d
         iterates.append(x)
         step_sizes.append(eta[block_of] if blocks is not None else eta[0])

@@ -25,7 +25,9 @@ import array_api_compat
 
 __all__ = [
     "ESTIMATORS",
+    "MOMENTUM_STATISTICS",
     "Estimator",
+    "MomentumStatistics",
     "Statistics",
     "derivative",
     "loss",
@@ -39,6 +41,11 @@ Array = Any
 
 Estimator = Literal["symmetric", "paper"]
 ESTIMATORS: tuple[str, ...] = get_args(Estimator)
+
+MomentumStatistics = Literal["direction", "gradient"]
+MOMENTUM_STATISTICS: tuple[str, ...] = get_args(MomentumStatistics)
+"""With momentum, whose (u, n) the learner sees: the momentum direction's, or those of the gradients alone, which do not
+hide noise that the momentum has averaged away but that stays correlated over steps."""
 
 
 class Statistics(NamedTuple):

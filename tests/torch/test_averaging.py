@@ -236,3 +236,132 @@ def test_training_goes_on_as_if_nothing_had_been_put_in():
         return x.weight.detach()
 
     assert torch.equal(trained(True), trained(False))
+
+
+# SGDOL(averaging=...) -------------------------------------------------------------------------------------------------
+
+
+def two_parameters(dtype=torch.float64):
+    return [torch.nn.Parameter(torch.ones(3, dtype=dtype)), torch.nn.Parameter(torch.ones((), dtype=dtype))]
+
+
+def steps(opt, params, count, seed=0):
+    """So many updates with noisy gradients of ||x||^2 / 2, and the iterate after each."""
+    generator = torch.Generator().manual_seed(seed)
+    seen = []
+    for _ in range(count):
+        for _ in range(2):
+            for p in params:
+                noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+                ((p * p.detach() + p * noise.to(p.dtype)).sum().real / 2).backward()
+        opt.step()
+        opt.zero_grad()
+        seen.append([p.detach().clone() for p in params])
+    return seen
+
+
+def test_an_update_that_is_skipped_adds_nothing_to_the_average():
+    params = two_parameters()
+    opt = SGDOL(params, lr=0.1, averaging=8)
+    steps(opt, params, 3)
+    before = [opt.state[p]["average"].clone() for p in params]
+    for g in (math.nan, 1.0):
+        for p in params:
+            (p * g).sum().backward()
+    opt.step()
+    assert opt.diagnostics()["skipped"] == 1
+    assert all(torch.equal(opt.state[p]["average"], b) for p, b in zip(params, before, strict=True))
+
+
+def test_a_parameter_that_rests_is_averaged_too():
+    params = two_parameters()
+    opt = SGDOL(params, lr=0.1, averaging=0)
+    both = steps(opt, params, 2)
+    alone = steps(opt, params[:1], 2, seed=1)
+    expected = (both[0][1] + 3 * both[1][1]) / 4  # it stayed where update 2 had put it
+    torch.testing.assert_close(opt.state[params[1]]["average"], expected, rtol=1e-13, atol=0)
+    mean = (both[0][0] + both[1][0] + alone[0][0] + alone[1][0]) / 4
+    torch.testing.assert_close(opt.state[params[0]]["average"], mean, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_averages_of_half_precision_are_kept_in_single(dtype):
+    params = two_parameters(dtype)
+    opt = SGDOL(params, lr=0.1, averaging=0)
+    seen = steps(opt, params, 40)
+    mean = torch.stack([x[0].float() for x in seen]).mean(0)
+    torch.testing.assert_close(opt.state[params[0]]["average"], mean, rtol=1e-5, atol=1e-6)
+    with opt.averaged():
+        assert torch.equal(params[0], mean.to(dtype))
+        assert params[0].dtype == dtype
+
+
+def test_complex_parameters_are_averaged_as_they_are():
+    params = [torch.nn.Parameter(torch.tensor([1 + 2j], dtype=torch.complex128))]
+    opt = SGDOL(params, lr=0.1, averaging=0)
+    seen = []
+    for g in (1 + 1j, 0.5j, 2.0 + 0j, -1j):
+        for scale in (1.0, 1.5):
+            params[0].grad = torch.tensor([g * scale], dtype=torch.complex128)
+            opt.step()
+        seen.append(params[0].detach().clone())
+    torch.testing.assert_close(opt.state[params[0]]["average"], torch.stack(seen).mean(0))
+
+
+def test_what_is_done_inside_is_undone_also_after_an_error():
+    params = two_parameters()
+    opt = SGDOL(params, lr=0.1, averaging=8)
+    steps(opt, params, 2)
+    last = [p.detach().clone() for p in params]
+
+    def fail():
+        with opt.averaged():
+            with torch.no_grad():
+                params[0].fill_(7.0)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert all(torch.equal(p, x) for p, x in zip(params, last, strict=True))
+    steps(opt, params, 1)  # and training goes on
+
+
+def test_training_inside_is_refused():
+    params = two_parameters()
+    opt = SGDOL(params, lr=0.1, averaging=8)
+    with opt.averaged(), pytest.raises(RuntimeError, match=r"step\(\) inside averaged\(\)"):
+        opt.step()
+
+
+def test_nesting_is_refused():
+    params = two_parameters()
+    opt = SGDOL(params, lr=0.1, averaging=8)
+    with opt.averaged(), pytest.raises(RuntimeError, match="does not nest"), opt.averaged():
+        pass
+
+
+def test_averaged_without_averages_says_what_to_do():
+    with pytest.raises(RuntimeError, match="averaging=8"), SGDOL(two_parameters(), lr=0.1).averaged():
+        pass
+
+
+def test_before_the_first_update_the_average_is_the_weights():
+    params = two_parameters()
+    with SGDOL(params, lr=0.1, averaging=8).averaged():
+        assert torch.equal(params[0], torch.ones(3).double())
+
+
+def test_resuming_goes_on_with_the_same_average():
+    params, again = two_parameters(), two_parameters()
+    opt = SGDOL(params, lr=0.1, averaging=8, momentum=0.9)
+    steps(opt, params, 3)
+    with torch.no_grad():
+        for p, q in zip(params, again, strict=True):
+            q.copy_(p)
+    other = SGDOL(again, lr=0.1, averaging=8, momentum=0.9)
+    other.load_state_dict(opt.state_dict())
+    steps(opt, params, 3, seed=5)
+    steps(other, again, 3, seed=5)
+    for p, q in zip(params, again, strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(opt.state[p]["average"], other.state[q]["average"])

@@ -103,6 +103,44 @@ def test_agrees_with_the_reference(source, k, estimator, granularity, alpha, for
     np.testing.assert_allclose(found, expected.iterates, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kappa", [1.0, 10.0])
+@pytest.mark.parametrize("statistics", ["direction", "gradient"])
+@pytest.mark.parametrize("granularity", list(BLOCKS))
+@pytest.mark.parametrize("estimator", ["symmetric", "paper"])
+@pytest.mark.parametrize(("source", "k"), [("microbatches", 2), ("microbatches", 3), ("alternating", 2)])
+def test_momentum_agrees_with_the_reference(source, k, estimator, granularity, statistics, kappa, foreach):
+    gradients, params = vectors(k), parameters()
+    options = {"estimator": estimator, "momentum": 0.8, "statistics": statistics, "kappa": kappa}
+    blocks = BLOCKS[granularity]
+    expected = reference.replay(gradients, flat(params), smoothness=SMOOTHNESS, alpha=None, blocks=blocks, **options)
+    found = run(source, gradients, params, granularity=granularity, foreach=foreach, **options)
+    np.testing.assert_allclose(found, expected.iterates, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("power", [0.0, 8.0])
+@pytest.mark.parametrize("granularity", list(BLOCKS))
+def test_the_average_agrees_with_the_reference(monkeypatch, granularity, power, on_device):
+    if on_device:  # as on an accelerator, where nothing may be read
+        monkeypatch.setattr("sgdol.torch.optimizer._readable", lambda _: False)
+    gradients, params = vectors(2), parameters()
+    expected = reference.replay(
+        gradients, flat(params), smoothness=SMOOTHNESS, alpha=None, estimator="symmetric", blocks=BLOCKS[granularity]
+    )
+    opt = SGDOL(groups(params), smoothness=SMOOTHNESS, granularity=granularity, averaging=power)
+    for step in gradients:
+        for g in step:
+            (linear_loss(params, g) / 2).backward()
+        opt.step()
+        opt.zero_grad()
+    last = flat(params)
+    with opt.averaged():
+        average = flat(params)
+    np.testing.assert_allclose(average, reference.polynomial_average(expected.iterates[1:], power), rtol=1e-12)
+    np.testing.assert_array_equal(flat(params), last)
+
+
 @pytest.mark.parametrize("estimator", ["symmetric", "paper"])
 def test_the_vectors_hit_both_clips(estimator):
     """Else the test above would not notice a missing clip."""

@@ -88,6 +88,15 @@ def feed(opt, p, *gradients) -> None:
         ({"lr": 0.1, "estimator": "half"}, ValueError, "estimator must be one of 'symmetric', 'paper', got 'half'"),
         ({"lr": 0.1, "momentum": 1.0}, ValueError, "momentum must be at least 0 and less than 1, got 1.0"),
         ({"lr": 0.1, "weight_decay": -1.0}, ValueError, "weight_decay must be at least 0 and finite, got -1.0"),
+        ({"lr": 0.1, "kappa": 0.0}, ValueError, "kappa must be positive and finite, got 0.0"),
+        (
+            {"lr": 0.1, "alpha": 2.0, "kappa": 3.0},
+            ValueError,
+            "give alpha or kappa, not both: got alpha=2.0 and kappa=3.0",
+        ),
+        ({"lr": 0.1, "statistics": "raw"}, ValueError, "statistics must be one of 'direction', 'gradient', got 'raw'"),
+        ({"lr": 0.1, "averaging": -1}, ValueError, "averaging must be None, or finite and at least 0, got -1"),
+        ({"lr": 0.1, "averaging": True}, TypeError, "averaging must be a number, .*, got True"),
         ({"lr": 0.1, "learner": object()}, TypeError, "learner must be an object with initial, predict and observe"),
     ],
 )
@@ -795,6 +804,9 @@ def test_a_loaded_state_shares_no_memory_with_what_was_loaded():
         ("estimator", "paper", "symmetric"),
         ("learner", OptimisticFTRL(), None),
         ("alpha", 10.0, None),
+        ("kappa", 10.0, 1.0),
+        ("statistics", "gradient", "direction"),
+        ("averaging", 8, None),
     ],
 )
 def test_the_state_of_another_configuration_is_refused(name, saved, here):

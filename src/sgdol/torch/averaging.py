@@ -17,6 +17,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from sgdol.torch.passes import scalar_dtype
 
-__all__ = ["averaged_weights", "polynomial_average", "random_iterate"]
+__all__ = ["add_to_average", "averaged_weights", "polynomial_average", "random_iterate", "swapped_in"]
 
 AverageFunction = Callable[[Tensor, Tensor, Tensor | int], Tensor]
 
@@ -106,12 +107,46 @@ def averaged_weights(model: torch.nn.Module, averaged: AveragedModel) -> Iterato
     if averaged.use_buffers:
         mine += model.buffers()
         theirs += averaged.module.buffers()
-    kept = [tensor.detach().clone() for tensor in mine]
+    with swapped_in(mine, theirs):
+        yield
+
+
+@contextmanager
+def swapped_in(tensors: list[Tensor], values: list[Tensor]) -> Iterator[None]:
+    """Write the values into the tensors, and what they were back at the end."""
+    kept = [tensor.detach().clone() for tensor in tensors]
     try:
-        _copy(theirs, mine)
+        _copy(values, tensors)
         yield
     finally:
-        _copy(kept, mine)
+        _copy(kept, tensors)
+
+
+def add_to_average(
+    averages: list[Tensor], tensors: list[Tensor], t: Tensor, power: float, ok: Tensor | None = None
+) -> None:
+    r"""Move the averages on to iterate t: :math:`\bar x \leftarrow \bar x + \frac{a + 1}{t + a} (x - \bar x)`.
+
+    Args:
+        averages: written to.
+        tensors: the iterate.
+        t: how many iterates there are with this one, from 1.
+        power: a, at least 0.
+        ok: None, or a boolean scalar on the device that says whether this iterate counts.
+
+    >>> mean = torch.tensor([1.0])
+    >>> add_to_average([mean], [torch.tensor([4.0])], torch.tensor(3), power=0)
+    >>> mean
+    tensor([2.])
+    """
+    if ok is None and t.device.type == "cpu":
+        weight: Any = (power + 1) / (t.item() + power)
+    else:  # a number that stays on the device
+        weight = (power + 1) / (t + power)
+        weight = weight if ok is None else torch.where(ok, weight, torch.zeros_like(weight))
+    for average, tensor in zip(averages, tensors, strict=True):
+        factor = weight if isinstance(weight, float) else weight.to(device=average.device, dtype=average.dtype)
+        average.lerp_(tensor.detach().to(average.dtype), factor)
 
 
 @torch.no_grad()

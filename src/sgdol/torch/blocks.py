@@ -85,14 +85,15 @@ class Blocks:
         learned = self._groups[0].get("alpha_learned", like.new_zeros(())).to(like)
         return learned * self._sizes(like)
 
-    def learn_alpha(self, n_total: Tensor, ok: Tensor | None) -> None:
-        """Take alpha from the first update that moves: ||d_0||^2, each block its even share by size.
+    def learn_alpha(self, n_total: Tensor, kappa: float, ok: Tensor | None) -> None:
+        """Take alpha from the first update that moves: kappa ||d_0||^2, each block its even share by size.
 
         Kept per coordinate, so that a block which joins later gets the share that its size would have had; but the one
         global block keeps the whole.
         """
         old = self._groups[0].get("alpha_learned", torch.zeros_like(n_total)).to(n_total)
-        new = torch.where(old > 0, old, n_total if self.granularity == "global" else n_total / self._size())
+        first = kappa * n_total
+        new = torch.where(old > 0, old, first if self.granularity == "global" else first / self._size())
         self._groups[0]["alpha_learned"] = new if ok is None else torch.where(ok, new, old)
 
     def learner_state(self, learner: Learner, like: Tensor) -> Any:

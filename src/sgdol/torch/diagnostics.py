@@ -11,7 +11,7 @@ from torch import Tensor
 from sgdol.surrogate import loss
 from sgdol.torch.update import Outcome
 
-__all__ = ["added", "report", "skipped", "zeros"]
+__all__ = ["added", "report", "skipped", "updates", "zeros"]
 
 RECENT = 0.99
 """The signal-to-noise ratio and the noise scale are averages over about the last 1 / (1 - RECENT) updates."""
@@ -39,6 +39,11 @@ def added(totals: Tensor, outcome: Outcome, ok: Tensor | None) -> Tensor:
     recent = torch.lerp(torch.stack([outcome.signal, outcome.length]), totals[5:], RECENT)
     new = torch.cat([totals[:5] + sums, recent])
     return new if ok is None else torch.where(ok, new, skipped(totals))
+
+
+def updates(totals: Tensor) -> Tensor:
+    """How many updates there have been."""
+    return totals[ROWS.index("updates")]
 
 
 def report(totals: Tensor | None, k: int) -> dict[str, Any]:

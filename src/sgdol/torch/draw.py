@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sgdol.surrogate import Estimator, momentum_signal, symmetric_signal
+from sgdol.surrogate import Estimator, MomentumStatistics, momentum_signal, symmetric_signal
 from sgdol.torch.blocks import Blocks
 from sgdol.torch.passes import Contributions, real_gradient, real_view, scalar_dtype, squared_norms, wide_dtype
 from sgdol.torch.ranks import Ranks
@@ -33,6 +34,8 @@ class Draw(NamedTuple):
     """Or, where the signal of each coordinate was measured itself: that."""
     k: int
     """How many gradients there were."""
+    lengths: Sequence[Tensor] = ()
+    """Where blocks are coordinates: the n of each, if it is not the square of the direction's entry."""
 
 
 def from_contributions(blocks: Blocks, found: Contributions, ranks: Ranks) -> Draw:
@@ -76,7 +79,14 @@ def from_pair(blocks: Blocks, first: list[Tensor], second: list[Tensor], estimat
     return Draw(vectors, scales, n, blocks.cells(torch.stack([v.to(n) for v in products])), [], [], 2)
 
 
-def with_momentum(blocks: Blocks, draw: Draw, momenta: list[Tensor], weights: list[Tensor], ok: Tensor | None) -> Draw:
+def with_momentum(
+    blocks: Blocks,
+    draw: Draw,
+    momenta: list[Tensor],
+    weights: list[Tensor],
+    statistics: MomentumStatistics,
+    ok: Tensor | None,
+) -> Draw:
     r"""The draw of the direction m_t / w_t; the momenta m_{t-1} become m_t.
 
     Args:
@@ -84,20 +94,25 @@ def with_momentum(blocks: Blocks, draw: Draw, momenta: list[Tensor], weights: li
         draw: that of the gradients themselves.
         momenta: m_{t-1} of each parameter.
         weights: w_t of each group, the sum of the weights in m_t: :math:`1 - \beta^t` if beta stays the same.
+        statistics: whether (u, n) are those of the direction, or stay those of the gradients.
         ok: see :func:`sgdol.torch.update.update`.
     """
     crosses = []
+    coordinates, raw = blocks.granularity == "coordinate", statistics == "gradient"
+    each = zip(momenta, draw.vectors, draw.scales, strict=True) if raw and coordinates else ()
+    lengths = [(v.to(m.dtype) * scale).square() for m, v, scale in each]
     betas = [blocks.momenta[group] for group in blocks.group_of]
     for m, v, scale, beta in zip(momenta, draw.vectors, draw.scales, betas, strict=True):
         g = v if v.dtype == m.dtype and scale == 1.0 else v.to(m.dtype) * scale
-        crosses.append(m * g if blocks.granularity == "coordinate" else inner(m, g))
+        if not raw:
+            crosses.append(m * g if coordinates else inner(m, g))
         m.lerp_(g, 1 - beta) if ok is None else m.copy_(torch.where(ok, torch.lerp(m, g, 1 - beta), m))
     scales = [1 / weights[group] for group in blocks.group_of]
+    if raw:
+        return draw._replace(vectors=momenta, scales=scales, squares=[], signals=_signals(draw), lengths=lengths)
     n = squared_norms(momenta, draw.n.device, draw.n.dtype) * torch.stack(scales).square()
-    if blocks.granularity == "coordinate":
-        signals = draw.signals or [
-            symmetric_signal(v.to(q.dtype).square(), q, draw.k) for v, q in zip(draw.vectors, draw.squares, strict=True)
-        ]
+    if coordinates:
+        signals = _signals(draw)
         signals = [
             momentum_signal(cross, u, beta, weights[group].to(u))
             for cross, u, beta, group in zip(crosses, signals, betas, blocks.group_of, strict=True)
@@ -107,6 +122,12 @@ def with_momentum(blocks: Blocks, draw: Draw, momenta: list[Tensor], weights: li
     beta_of = blocks.cell_values([n.new_tensor(beta) for beta in blocks.momenta])
     u = momentum_signal(cross, draw.u, beta_of, blocks.cell_values(weights))
     return Draw(momenta, scales, n, u, [], [], draw.k)
+
+
+def _signals(draw: Draw) -> list[Tensor]:
+    """The signal of each coordinate, where blocks are coordinates."""
+    known = zip(draw.vectors, draw.squares, strict=True) if draw.squares else ()
+    return draw.signals or [symmetric_signal(v.to(q.dtype).square(), q, draw.k) for v, q in known]
 
 
 def gradient(p: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sgdol.learners import FTRL, Learner
-from sgdol.surrogate import ESTIMATORS, Estimator
+from sgdol.surrogate import ESTIMATORS, MOMENTUM_STATISTICS, Estimator, MomentumStatistics
 from sgdol.torch import diagnostics
+from sgdol.torch.averaging import add_to_average, swapped_in
 from sgdol.torch.blocks import GRANULARITIES, Blocks, Granularity, share
 from sgdol.torch.draw import Draw, from_contributions, from_pair, gradient, with_momentum
 from sgdol.torch.passes import BackwardPasses, Contributions, Keep, real_view, scalar_dtype, wide_dtype
@@ -34,10 +36,13 @@ OPTIONS = (
     "learner",
     "maximize",
     "foreach",
+    "kappa",
+    "statistics",
+    "averaging",
 )
 """The keyword arguments as they stand in every parameter group."""
 
-SHARED = ("alpha", "estimator", "granularity", "learner")
+SHARED = ("alpha", "estimator", "granularity", "learner", "kappa", "statistics", "averaging")
 """Options that all parameter groups have in common."""
 
 
@@ -81,6 +86,12 @@ class SGDOL(Optimizer):
         maximize: ascend instead.
         foreach: update many tensors at once (more memory, fewer kernel launches) or one by one; None for what suits the
             device.
+        kappa: how many times the first squared direction alpha is, if alpha is None: the larger, the longer the step
+            size stays near lr. 10 suits networks, whose early gradients are mostly noise; 1 noisy convex problems.
+        statistics: with momentum, whose (u, n) the learner sees: those of d_t (``"direction"``), or those of the
+            gradients alone (``"gradient"``), with which eta falls sooner under heavy noise: momentum hides noise from n
+            that stays correlated over the steps.
+        averaging: None, or the power a >= 0 of a polynomial average of the iterates (see :meth:`averaged`); 8 is usual.
 
     >>> import torch
     >>> _ = torch.manual_seed(0)
@@ -108,6 +119,9 @@ class SGDOL(Optimizer):
         learner: Learner | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
+        kappa: float = 1.0,
+        statistics: MomentumStatistics = "direction",
+        averaging: float | None = None,
     ) -> None:
         if lr is not None and smoothness is not None:
             raise ValueError(f"give lr or smoothness, not both: got lr={lr!r} and smoothness={smoothness!r} (lr = 1/M)")
@@ -129,6 +143,9 @@ class SGDOL(Optimizer):
             "learner": _name(self.learner),
             "maximize": maximize,
             "foreach": foreach,
+            "kappa": kappa,
+            "statistics": statistics,
+            "averaging": averaging,
         }
         _check_options(defaults)
         params = _materialise(params)
@@ -138,6 +155,7 @@ class SGDOL(Optimizer):
         self._passes: BackwardPasses | None = None
         self._ranks: Ranks | None = None
         self._spare: dict[Tensor, Tensor] = {}
+        self._swapped = False
         super().__init__(params, defaults)
 
     # The public face --------------------------------------------------------------------------------------------------
@@ -155,6 +173,8 @@ class SGDOL(Optimizer):
         Returns:
             What the first call of the closure returned, or None.
         """
+        if self._swapped:
+            raise RuntimeError("step() inside averaged() would train the averaged weights: leave it first")
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -170,6 +190,43 @@ class SGDOL(Optimizer):
     def pending(self) -> bool:
         """Whether a gradient is held: the next ``step()`` completes the pair and updates."""
         return bool(self.param_groups) and self.param_groups[0].get("pending", False)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        r"""Put the averaged weights into the parameters, for evaluation or saving, and take them out again.
+
+        With ``averaging=a`` every update is followed by
+
+        .. math:: \bar x_t = \bar x_{t-1} + \frac{a + 1}{t + a} (x_{t+1} - \bar x_{t-1}),
+
+        a mean in which iterate t counts about :math:`t^a`. Buffers stay what they are: a BatchNorm keeps the statistics
+        of the last weights unless you call :func:`torch.optim.swa_utils.update_bn` inside. What is done to the
+        parameters inside is undone. To resume training later, save the model outside, with the optimizer, whose state
+        holds the average.
+
+        >>> x = torch.nn.Parameter(torch.tensor([4.0]))
+        >>> opt = SGDOL([x], lr=0.5, averaging=0)
+        >>> for pair in ((3.0, 5.0), (1.0, 3.0)):
+        ...     for g in pair:
+        ...         (g * x / 2).sum().backward()
+        ...     opt.step(); opt.zero_grad()
+        >>> with opt.averaged():
+        ...     x.item()  # the mean of 2 and 1.03125
+        1.515625
+        >>> x.item()
+        1.03125
+        """
+        if self.defaults["averaging"] is None:
+            raise RuntimeError("averaged() needs averages, got averaging=None: construct SGDOL with averaging=8")
+        if self._swapped:
+            raise RuntimeError("the averaged weights are in the parameters already: averaged() does not nest")
+        known = [p for group in self.param_groups for p in group["params"] if "average" in self.state.get(p, ())]
+        with swapped_in(known, [self.state[p]["average"] for p in known]):
+            self._swapped = True
+            try:
+                yield
+            finally:
+                self._swapped = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, and forget the backward passes that made them."""
@@ -280,14 +337,25 @@ class SGDOL(Optimizer):
         if any(blocks.momenta) or any("momentum_weight" in group for group in self.param_groups):
             momenta = [self._momentum(p) for p in blocks.params]
             weights = self._momentum_weights(blocks, draw.n, ok)
-            draw = with_momentum(blocks, draw, momenta, weights, ok)
-        outcome = update(blocks, self.param_groups, draw, self.learner, self.defaults["alpha"], ok)
+            draw = with_momentum(blocks, draw, momenta, weights, self.defaults["statistics"], ok)
+        alpha, kappa = self.defaults["alpha"], self.defaults["kappa"]
+        outcome = update(blocks, self.param_groups, draw, self.learner, alpha, kappa, ok)
         first["totals"] = diagnostics.added(totals, outcome, ok)
+        if self.defaults["averaging"] is not None:
+            self._average(blocks.params, diagnostics.updates(first["totals"]), ok)
         first["gradients"] = draw.k
         for group, eta in zip(self.param_groups, outcome.step_sizes, strict=True):
             if eta is not None:
                 group["step_size"] = eta if ok is None else torch.where(ok, eta, group["step_size"].to(eta))
         share(self.param_groups, blocks.granularity)
+
+    def _average(self, moved: list[Tensor], t: Tensor, ok: Tensor | None) -> None:
+        """Add the iterate after update t to the average, for every parameter that has ever moved."""
+        for p in moved:
+            if "average" not in self.state[p]:
+                self.state[p]["average"] = p.detach().to(dtype=torch.promote_types(p.dtype, torch.float32), copy=True)
+        params = [p for group in self.param_groups for p in group["params"] if "average" in self.state.get(p, ())]
+        add_to_average([self.state[p]["average"] for p in params], params, t, self.defaults["averaging"], ok)
 
     def _draw_again(self, closure: Callable[[], Any]) -> tuple[Blocks, Draw] | None:
         """The second gradient of a pair, by itself, whether the closure zeroes gradients or not."""
@@ -453,7 +521,7 @@ class SGDOL(Optimizer):
                 group.setdefault(name, self.defaults[name])
             group.setdefault("step_size", _first_step_size(group))
         if "defaults" in state:  # unpickled or copied: new parameters, which nobody watches yet
-            self._passes, self._ranks, self._spare = None, None, {}
+            self._passes, self._ranks, self._spare, self._swapped = None, None, {}, False
             self._watched()
 
 
@@ -548,7 +616,16 @@ def _check_options(options: dict[str, Any]) -> None:
         _check("lr", lr, lambda v: v > 0, "positive and finite")
     if options["alpha"] is not None:
         _check("alpha", options["alpha"], lambda v: v > 0, "None, or positive and finite")
-    for name, values in (("estimator", ESTIMATORS), ("granularity", GRANULARITIES)):
+    _check("kappa", options["kappa"], lambda v: v > 0, "positive and finite")
+    if options["alpha"] is not None and options["kappa"] != 1:
+        raise ValueError(
+            f"give alpha or kappa, not both: got alpha={options['alpha']!r} and kappa={options['kappa']!r} "
+            "(kappa is in units of the first squared direction)"
+        )
+    if options["averaging"] is not None:
+        _check("averaging", options["averaging"], lambda v: v >= 0, "None, or finite and at least 0")
+    allowed = {"estimator": ESTIMATORS, "granularity": GRANULARITIES, "statistics": MOMENTUM_STATISTICS}
+    for name, values in allowed.items():
         if options[name] not in values:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, values))}, got {options[name]!r}")
     _check("momentum", options["momentum"], lambda v: 0 <= v < 1, "at least 0 and less than 1")

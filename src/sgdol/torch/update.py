@@ -41,7 +41,13 @@ class Outcome(NamedTuple):
 
 
 def update(
-    blocks: Blocks, groups: list[dict[str, Any]], draw: Draw, learner: Learner, alpha: float | None, ok: Tensor | None
+    blocks: Blocks,
+    groups: list[dict[str, Any]],
+    draw: Draw,
+    learner: Learner,
+    alpha: float | None,
+    kappa: float,
+    ok: Tensor | None,
 ) -> Outcome:
     """Learn from the draw and move the parameters along it.
 
@@ -53,12 +59,13 @@ def update(
         draw: the direction and its statistics.
         learner: the online learner.
         alpha: the regulariser's alpha, None to take it from the first direction.
+        kappa: how many times the first squared direction alpha is then.
         ok: None if the draw is known to be finite; else a boolean scalar that decides on the device.
     """
     n = blocks.total(draw.n)
     before = after = blocks.alpha(alpha, n)
     if alpha is None:
-        blocks.learn_alpha(draw.n.sum(), ok)
+        blocks.learn_alpha(draw.n.sum(), kappa, ok)
         after = blocks.alpha(alpha, n)
     if blocks.granularity == "coordinate":
         return _update_coordinates(blocks, groups, draw, learner, before, after, ok)
@@ -105,33 +112,46 @@ def _update_coordinates(
     kind = type(learner.initial(draw.n.new_zeros(())))
     # Numbers on the host are cheaper than a tensor for every number; an accelerator would have to wait for them.
     scalars = [v.tolist() if ok is None else v.unbind() for v in (rates, before, after)]
-    signals, squares = [], []
+    signals: list[Tensor] = []
+    moves: list[Tensor] = []
+    quadratics: list[Tensor] = []
+    lengths: list[Tensor] = []
     scratch: dict[torch.dtype, Tensor] = {}
     for i, (p, vector, rate, a, b) in enumerate(zip(blocks.params, draw.vectors, *scalars, strict=True)):
         known = draw.squares[i] if draw.squares else draw.signals[i]
-        tensors = [real_view(p), vector, known, *blocks.tensor_state(learner, kind._fields, i, known)]
+        length = draw.lengths[i] if draw.lengths else vector
+        tensors = [real_view(p), vector, known, length, *blocks.tensor_state(learner, kind._fields, i, known)]
         pieces = zip(*(_chunks(t) for t in tensors), strict=True) if _flat(tensors) else [tensors]
-        su, ssn = [], []
-        for x, v, known, *fields in pieces:
+        su, moved, ssn, dd = [], [], [], []
+        for x, v, known, length, *fields in pieces:
             d = _scaled(v, draw.scales[i], known)
             if type(learner) is FTRL and draw.squares and ok is None:
                 multiplier, signal = _learn_in_place(
                     learner, kind(*fields), d, known, draw.k, a, _scratch(scratch, known)
                 )
             else:
-                n = d.square()
+                n = length if draw.lengths else d.square()
                 u = symmetric_signal(n, known, draw.k) if draw.squares else known
                 multiplier, signal = _learn(learner, kind(*fields), u, n, a, b, ok)
             su.append(signal)
-            ssn.append(_move_coordinates(groups[blocks.group_of[i]], x, d, multiplier, rate, ok))
-        signals.append(sum(su[1:], su[0]))
-        squares.append(sum(ssn[1:], ssn[0]))
-    su_each, ssn_each = (torch.stack([v.to(draw.n.device) for v in vs]).to(draw.n) for vs in (signals, squares))
+            if draw.lengths:
+                ssn.append(inner(multiplier.square(), length))
+                dd.append(inner(d, d))
+            moved.append(_move_coordinates(groups[blocks.group_of[i]], x, d, multiplier, rate, ok))
+        for sums, parts in ((signals, su), (moves, moved), (quadratics, ssn), (lengths, dd)):
+            if parts:
+                sums.append(sum(parts[1:], parts[0]))
+    su_each, moved_each = _stacked(signals, draw.n), _stacked(moves, draw.n)
+    ssn_each, dd_each = (_stacked(quadratics, draw.n), _stacked(lengths, draw.n)) if lengths else (moved_each, draw.n)
     # The length of the move over that of the direction: a coordinate that never moves keeps eta = lr, and an unweighted
     # mean would show little else.
-    eta = rates * torch.where(draw.n > 0, ssn_each / torch.where(draw.n > 0, draw.n, 1), 1).sqrt()
-    shown = _root_mean_squares(eta, draw.n, blocks.per_group)
+    eta = rates * torch.where(dd_each > 0, moved_each / torch.where(dd_each > 0, dd_each, 1), 1).sqrt()
+    shown = _root_mean_squares(eta, dd_each, blocks.per_group)
     return Outcome(shown, (rates * (ssn_each / 2 - su_each)).sum(), (rates * draw.u).sum(), (rates * draw.n).sum())
+
+
+def _stacked(numbers: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack([number.to(like.device) for number in numbers]).to(like)
 
 
 def _scaled(vector: Tensor, scale: float | Tensor, like: Tensor) -> Tensor:
