@@ -189,7 +189,8 @@ def replay(
     r"""Algorithm 1 on recorded gradients, of shape (T, k, d): what an optimizer must do on exact vectors.
 
     Past the paper: alpha=None is kappa times the first squared direction; with momentum,
-    :math:`d_t = m_t / (1 - \beta^t)` for :math:`m_t = \beta m_{t-1} + (1 - \beta) \bar g_t`, and the learner sees either the pair
+    :math:`d_t = m_t / (1 - \beta^t)` for :math:`m_t = \beta m_{t-1} + (1 - \beta) \bar g_t`, and the learner
+    sees either the pair
     :math:`((\beta \langle m_{t-1}, \bar g_t\rangle + (1 - \beta) u_t)/(1 - \beta^t), \|d_t\|^2)` of that direction,
     or the pair of the gradients alone.
 
