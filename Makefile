@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 OUT ?= results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce test test-slow lint bench clean
+.PHONY: help setup reproduce test test-slow lint bench bench-scale clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -37,6 +37,9 @@ lint: setup  ## ruff, mypy and the import contract
 
 bench: setup  ## cost against torch.optim.SGD, on one thread; writes benchmarks/results/
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.cost
+
+bench-scale: setup  ## how the cost grows with parameters, microbatches and ranks; writes benchmarks/results/
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) results .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,18 +12,15 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
-import sgdol
+from benchmarks.timing import machine, table, timed
 from sgdol import SGDOL
 
 OUT = Path(__file__).parent / "results" / "cost.md"
@@ -41,17 +38,17 @@ def main() -> None:
         "# Cost of SGDOL over SGD",
         "",
         f"Made by `make bench`: {rounds} interleaved rounds on one thread, median and quartiles of the ratio in each "
-        f"round. {_machine()}",
+        f"round. {machine()}",
         "",
         f"## step() alone: {TENSORS} tensors, {TENSORS * SIZE / 1e6:.0f} million float32 parameters",
         "",
-        *_table(_time(_steps(), rounds), "SGD(foreach=True)"),
+        *table(timed(_steps(), rounds), "SGD(foreach=True)"),
         "",
         "`step()` does not contain the norms that SGDOL takes during backward; the whole training steps do.",
     ]
     for name, (contenders, about) in _trainings().items():
         baseline = next(iter(contenders))
-        lines += ["", f"## A whole training step: {name}", "", about, "", *_table(_time(contenders, rounds), baseline)]
+        lines += ["", f"## A whole training step: {name}", "", about, "", *table(timed(contenders, rounds), baseline)]
     lines += ["", "## Memory that grows with the model, beyond parameters and gradients", "", *_memory()]
     text = "\n".join(lines) + "\n"
     print(text)
@@ -59,17 +56,6 @@ def main() -> None:
         OUT.parent.mkdir(exist_ok=True)
         OUT.write_text(text)
         print(f"written to {OUT.relative_to(Path.cwd()) if OUT.is_relative_to(Path.cwd()) else OUT.name}")
-
-
-def _machine() -> str:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        model = next((x.split(":")[1].strip() for x in cpuinfo.read_text().splitlines() if "model name" in x), model)
-    return (
-        f"Machine: {model}, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"numpy {numpy.__version__}, sgdol {sgdol.__version__}."
-    )
 
 
 # step() alone ---------------------------------------------------------------------------------------------------------
@@ -219,28 +205,6 @@ def _kept(make: Callable[[Any], Any], passes: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
     return (alive() - before) / sum(p.nbytes for p in params)
-
-
-# Timing ---------------------------------------------------------------------------------------------------------------
-
-
-def _time(contenders: dict[str, Iterator[float]], rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 2):  # the first two warm up
-        for name, contender in contenders.items():
-            seconds = next(contender)
-            if turn >= 2:
-                times[name].append(seconds)
-    return times
-
-
-def _table(times: dict[str, list[float]], baseline: str) -> list[str]:
-    rows = [f"| | median ms | ratio to {baseline} | quartiles |", "|---|---:|---:|---:|"]
-    for name, seconds in times.items():
-        ratios = [a / b for a, b in zip(seconds, times[baseline], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        rows.append(f"| {name} | {statistics.median(seconds) * 1e3:.1f} | {middle:.2f} | {low:.2f} to {high:.2f} |")
-    return rows
 
 
 if __name__ == "__main__":
