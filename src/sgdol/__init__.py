@@ -1,7 +1,7 @@
 """Stochastic gradient descent that learns its own step size while it trains, with a proof.
 
-``SGDOL`` is the PyTorch optimizer, ``sgdol.jax`` the optax front end. Both are imported when they are first used, so
-that ``import sgdol`` needs neither torch nor jax.
+``SGDOL`` is the PyTorch optimizer, ``SGDOLFree`` the one that needs no smoothness constant, ``sgdol.jax`` the optax
+front end. They are imported when they are first used, so that ``import sgdol`` needs neither torch nor jax.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sgdol.torch import SGDOL as SGDOL
+    from sgdol.torch import SGDOLFree as SGDOLFree
 
 __version__ = "0.1.0"
 
@@ -25,12 +26,12 @@ _MODULES = {
 }
 """Modules, and the extra that each of them needs."""
 
-__all__ = ["SGDOL", "__version__"]
+__all__ = ["SGDOL", "SGDOLFree", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SGDOL":
-        return importlib.import_module("sgdol.torch").SGDOL
+    if name in ("SGDOL", "SGDOLFree"):
+        return getattr(importlib.import_module("sgdol.torch"), name)
     if name in _MODULES:
         try:
             return importlib.import_module(f"{__name__}.{name}")

@@ -150,7 +150,10 @@ class SGDOL(Optimizer):
         _check_options(defaults)
         params = _materialise(params)
         if lr is None and params and not _every_group_has_a_rate(params):
-            raise ValueError("lr or smoothness is needed: got neither. lr = 1/M is the largest step size to start from")
+            raise ValueError(
+                "lr or smoothness is needed: got neither. lr = 1/M is the largest step size to start from; "
+                "sgdol.SGDOLFree needs neither (experimental)"
+            )
         self._warned: tuple[str, ...] = ()
         self._passes: BackwardPasses | None = None
         self._ranks: Ranks | None = None
