@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "free": None,
     "jax": "jax",
     "learners": None,
     "paper": "paper",
     "reference": None,
+    "reference_free": None,
     "surrogate": None,
     "theory": None,
     "torch": "torch",
