@@ -1,0 +1,265 @@
+"""Tuning, seeds, the cache, and running it all on several processes.
+
+A learning rate is tuned per problem, on the grid ``unit * 10^k`` for k in ``GRID``, with the tuning seed, for the last
+iterate and the average separately; while the best is at an edge of the grid, the grid grows there by another decade, at
+most ``EXTENSIONS`` times. What is reported are the runs with the tuned learning rate on the other seeds. A method
+without a learning rate, or at its default, is run on those seeds alone.
+
+Every run is kept in a file of its own, written whole or not at all, named after everything that makes its numbers: the
+problem, the method and its version, the learning rate, the seed, the budget, and the code of the objectives and of the
+optimizers of this package. So an interrupted table continues where it was, and a changed problem is run again.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import inspect
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.quality import data, methods, networks, objectives, problems, training
+from benchmarks.quality.methods import Contender, Method
+from benchmarks.quality.problems import Problem
+from benchmarks.quality.training import Outcome, Result
+
+__all__ = ["Cache", "Line", "Settings", "measure", "measure_all"]
+
+GRID = (-3, -2, -1, 0, 1)
+EXTENSIONS = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is run."""
+
+    seeds: tuple[int, ...] = (1, 2, 3)
+    tuning_seed: int = 0
+    grid: tuple[int, ...] = GRID
+    extensions: int = EXTENSIONS
+    shorten: float = 1.0
+    """Budgets are divided by this; a smoke run only."""
+
+    def budget(self, problem: Problem) -> int:
+        """In gradient evaluations."""
+        return max(20, int(problem.budget / self.shorten))
+
+
+@dataclass(frozen=True)
+class Line:
+    """One run that is reported: a row of the saved results."""
+
+    half: str
+    problem: str
+    kind: str
+    contender: str
+    group: str
+    method: str
+    point: str
+    learning_rate: float | None
+    """None: the method has none."""
+    edge: bool
+    """Whether the tuned learning rate is still at an edge of its grid."""
+    seed: int
+    gap: float
+    start: float
+    accuracy: float | None
+    diverged: bool
+    evaluations: int
+    steps: int
+
+
+# The cache ------------------------------------------------------------------------------------------------------------
+
+
+class Cache:
+    """Results in a folder, one file each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run(self, problem: Problem, method: Method, seed: int, rate: float | None, budget: int) -> Result:
+        """The result, from its file if there is one."""
+        path = self.path(problem, method, seed, rate, budget)
+        try:
+            return Result.from_json(json.loads(path.read_text())["result"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            pass  # not there, or not whole: run it
+        result = training.run(problem, method, seed, rate, budget)
+        about = {"problem": problem.name, "method": method.name, "rate": rate, "seed": seed, "budget": budget}
+        self._write(path, json.dumps({"about": about, "result": result.to_json()}))
+        return result
+
+    def path(self, problem: Problem, method: Method, seed: int, rate: float | None, budget: int) -> Path:
+        """The file of a run."""
+        key = {
+            "problem": problem.specification(),
+            "method": method.specification(),
+            "rate": None if rate is None else rate.hex(),
+            "seed": seed,
+            "budget": budget,
+            "torch": torch.__version__,
+            "code": _code_of_the_suite(),
+            "optimizer": _code_of_our_optimizer(method.optimizer) if method.package == "sgdol" else "",
+        }
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        return self.folder / method.name / f"{problem.name.replace(' ', '_').replace('*', 'x')}-{digest[:20]}.json"
+
+    @staticmethod
+    def _write(path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(name, path)
+
+
+def _hash(modules: Iterable[Any]) -> str:
+    """Of the modules' code without comments and docstrings, which change no number."""
+    digest = hashlib.sha256()
+    for module in modules:
+        tree = ast.parse(inspect.getsource(module))
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list):
+                body[:] = [n for n in body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+        digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _code_of_the_suite() -> str:
+    return _hash([data, networks, objectives, training])
+
+
+@functools.cache
+def _code_of_our_optimizer(optimizer: str) -> str:
+    """The modules that make the numbers of this package's optimizers. Those of others have a version."""
+    names = ["sgdol.surrogate", "sgdol.learners", "sgdol.torch.draw", "sgdol.torch.update", "sgdol.torch.blocks"]
+    module, _, name = optimizer.partition(":")
+    names.append(getattr(importlib.import_module(module), name).__module__)
+    return _hash(importlib.import_module(name) for name in names)
+
+
+# Tuning ---------------------------------------------------------------------------------------------------------------
+
+
+def _score(outcome: Outcome) -> float:
+    return math.inf if outcome.diverged else outcome.gap
+
+
+def tune(train: Callable[[float], float], unit: float, settings: Settings) -> tuple[float, bool]:
+    """The best learning rate of the grid, which grows while the best is at an edge; whether it still is.
+
+    >>> tune(lambda rate: abs(math.log10(rate) + 5), 1.0, Settings())
+    (1e-05, False)
+    """
+    scores = {k: train(_rate(unit, k)) for k in settings.grid}
+    for _ in range(settings.extensions):
+        best = min(scores, key=lambda k: (scores[k], k))
+        if min(scores) < best < max(scores):
+            break
+        downwards = math.isinf(scores[best]) or best == min(scores)  # all diverged: smaller ones may not
+        further = min(scores) - 1 if downwards else max(scores) + 1
+        scores[further] = train(_rate(unit, further))
+    best = min(scores, key=lambda k: (scores[k], k))
+    return _rate(unit, best), best in (min(scores), max(scores))
+
+
+def _rate(unit: float, k: int) -> float:
+    return float(f"1e{round(math.log10(unit)) + k}")  # the decimal power itself: the same on every problem's grid
+
+
+def measure(problem: Problem, contender: Contender, cache: Cache, settings: Settings) -> list[Line]:
+    """The reported runs of a contender on a problem: one for each seed."""
+    method, point, budget = contender.method, contender.point, settings.budget(problem)
+    rate, edge = method.default, False
+    if contender.tuned:
+        assert method.rate is not None, f"{method.name} has no learning rate to tune"
+
+        def train(candidate: float) -> float:
+            return _score(cache.run(problem, method, settings.tuning_seed, candidate, budget).outcomes[point])
+
+        rate, edge = tune(train, getattr(problem.scales, method.rate), settings)
+    lines = []
+    for seed in settings.seeds:
+        result = cache.run(problem, method, seed, rate, budget)
+        outcome = result.outcomes[point]
+        lines.append(
+            Line(
+                half=problem.half,
+                problem=problem.name,
+                kind=problem.kind,
+                contender=contender.label,
+                group=contender.group,
+                method=method.name,
+                point=point,
+                learning_rate=rate,
+                edge=edge,
+                seed=seed,
+                gap=outcome.gap,
+                start=result.start,
+                accuracy=outcome.accuracy,
+                diverged=outcome.diverged,
+                evaluations=result.evaluations,
+                steps=result.steps,
+            )
+        )
+    return lines
+
+
+# All of it ------------------------------------------------------------------------------------------------------------
+
+
+def _measure_method(name: str, labels: Sequence[str], method: str, folder: Path, settings: Settings) -> list[Line]:
+    """In a worker: everything that one method does on one problem, since its contenders share runs."""
+    torch.set_num_threads(1)
+    problem, cache = problems.get(name), Cache(folder)
+    chosen = [c for c in methods.contenders() if c.label in labels and c.method.name == method]
+    return [line for contender in chosen for line in measure(problem, contender, cache, settings)]
+
+
+def measure_all(
+    suite: Sequence[Problem],
+    chosen: Sequence[Contender],
+    folder: Path,
+    settings: Settings,
+    jobs: int = 1,
+    report: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+) -> list[Line]:
+    """The reported runs of all contenders on all problems, in the order of both, whatever ran first."""
+    labels = [c.label for c in chosen]
+    names = list(dict.fromkeys(c.method.name for c in chosen))
+    tasks = [(p.name, labels, m, folder, settings) for p, m in itertools.product(suite, names)]
+    lines: list[Line] = []
+    for done, (task, found) in enumerate(_results(tasks, jobs), start=1):
+        lines += found
+        gaps = [line.gap for line in found]
+        report(f"{done}/{len(tasks)} {task[0]}: {task[2]}, gaps {min(gaps):.2g} to {max(gaps):.2g}")
+    place = {p.name: i for i, p in enumerate(suite)}
+    return sorted(lines, key=lambda r: (place[r.problem], labels.index(r.contender), r.seed))
+
+
+def _results(tasks: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[tuple[tuple[Any, ...], list[Line]]]:
+    if jobs <= 1:
+        for task in tasks:
+            yield task, _measure_method(*task)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(_measure_method, *task): task for task in tasks}
+        for future in as_completed(futures):
+            yield futures[future], future.result()

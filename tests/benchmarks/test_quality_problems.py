@@ -1,0 +1,251 @@
+"""The suite of problems: gradients, data, units and budgets are what the table says they are."""
+
+import collections
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.quality import data, development, get_problem, held_out, objectives, suite
+from benchmarks.quality.objectives import Objective
+from benchmarks.quality.problems import KINDS, Problem
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+NAMES = [p.name for p in suite()]
+
+
+def gradient(objective: Objective, loss: torch.Tensor) -> torch.Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(objective.parameters()))])
+
+
+def moved(problem: Problem) -> Objective:
+    """The objective at a point where nothing is special."""
+    objective = problem.make(seed=0, steps=4).objective
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in objective.parameters():
+            p.add_(0.1 * problem.parameter_scale * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return objective
+
+
+def test_the_suite_has_two_halves_with_the_same_kinds() -> None:
+    assert len(NAMES) == len(set(NAMES)) >= 22
+    kinds = [collections.Counter(p.kind for p in half) for half in (development(), held_out())]
+    assert set(kinds[0]) == set(kinds[1]) == set(KINDS)
+    assert abs(len(development()) - len(held_out())) <= 1
+    plain = [
+        collections.Counter(p.kind for p in half if p.loss_scale == p.parameter_scale == 1)
+        for half in (development(), held_out())
+    ]
+    assert plain[0] == plain[1]
+
+
+def test_both_halves_have_problems_in_other_units() -> None:
+    for half in (development(), held_out()):
+        factors = {p.loss_scale for p in half} | {p.parameter_scale for p in half}
+        assert {1e-3, 1e3} <= factors
+        assert sum(p.loss_scale != 1 for p in half) >= 2
+        assert sum(p.parameter_scale != 1 for p in half) >= 2
+
+
+def test_no_problem_is_in_both_halves_under_another_name() -> None:
+    made = [(p.build, repr(sorted(p.options.items())), p.loss_scale, p.parameter_scale) for p in suite()]
+    assert len(set(made)) == len(made)
+
+
+@pytest.mark.parametrize("source", ["adult", "breast_cancer", "digits"])
+def test_the_two_parts_of_a_data_set_share_no_sample(source: str) -> None:
+    parts = [getattr(data, source)(part) for part in data.PARTS]
+    whole = sum(len(p.targets) + len(p.test_targets) for p in parts)
+    assert whole == {"adult": 15682, "breast_cancer": 569, "digits": 1797}[source]
+    for part in parts:  # every class is in every part
+        classes = len(part.targets.unique())
+        assert len(part.test_targets.unique()) == classes == {"digits": 10}.get(source, 2)
+
+
+@pytest.mark.parametrize("part", data.PARTS)
+def test_text_windows_continue_each_other(part: str) -> None:
+    samples = data.text(part, length=16)
+    assert torch.equal(samples.inputs[:, 1:], samples.targets[:, :-1])
+    assert torch.equal(samples.inputs[1:, 0], samples.targets[:-1, -1])
+
+
+@pytest.mark.parametrize("name", [p.name for p in suite() if not p.network])
+def test_gradient_agrees_with_finite_differences(name: str) -> None:
+    objective = moved(get_problem(name))
+    params = list(objective.parameters())
+    g = torch.autograd.grad(objective.full(), params)
+    generator = torch.Generator().manual_seed(6)
+    direction = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in params]
+    slope = sum(float((a * b).sum()) for a, b in zip(g, direction, strict=True))
+    h = 1e-6 * get_problem(name).parameter_scale
+
+    def value(step: float) -> float:
+        with torch.no_grad():
+            for p, d in zip(params, direction, strict=True):
+                p.add_(d, alpha=step)
+            result = float(objective.full())
+            for p, d in zip(params, direction, strict=True):
+                p.sub_(d, alpha=step)
+        return result
+
+    # Central differences in float64: an error of order h^2 of the curvature and 1e-16/h of rounding.
+    assert (value(h) - value(-h)) / (2 * h) == pytest.approx(slope, rel=1e-5)
+
+
+def test_rosenbrock_is_the_papers() -> None:
+    objective = objectives.Rosenbrock(2, sigma=1.0)
+    with torch.no_grad():
+        objective.x.copy_(torch.tensor([2.0, 1.0]))
+    x, y = 2.0, 1.0
+    assert float(objective.full().detach()) == (1 - x) ** 2 + 100 * (y - x**2) ** 2
+    noise = torch.tensor([0.5, -3.0], dtype=torch.float64)
+    expected = [-2 * (1 - x) - 400 * x * (y - x**2) + 0.5, 200 * (y - x**2) - 3.0]
+    assert gradient(objective, objective(noise)).tolist() == pytest.approx(expected, rel=1e-14)
+
+
+def test_adult_gradient_is_the_papers() -> None:
+    objective = moved(get_problem("adult-20"))
+    rows = torch.tensor([3, 1, 4, 1])
+    a, y = objective.samples.inputs[rows].numpy(), objective.samples.targets[rows].numpy()
+    residual = a @ objective.x.detach().numpy() - y
+    expected = a.T @ (2 * residual / (1 + residual**2) ** 2) / len(rows)
+    np.testing.assert_allclose(gradient(objective, objective(rows)).numpy(), expected, rtol=1e-12, atol=1e-15)
+
+
+def split_exactly(problem: Problem) -> bool:
+    """BatchNorm and dropout make another function of the halves than of the whole."""
+    modules = problem.make(seed=0, steps=1).objective.modules()
+    return not any(isinstance(m, nn.Dropout | nn.BatchNorm2d) and getattr(m, "p", 1) > 0 for m in modules)
+
+
+@pytest.mark.parametrize("name", [p.name for p in suite() if split_exactly(p)])
+def test_two_halves_of_a_batch_average_to_the_batch(name: str) -> None:
+    instance = get_problem(name).make(seed=2, steps=4)
+    objective = instance.objective
+    whole = gradient(objective, instance.loss(1))
+    halves = [gradient(objective, instance.loss(1, part, 2)) for part in range(2)]
+    assert not torch.equal(halves[0], halves[1])
+    tolerance = 1e-4 if whole.dtype == torch.float32 else 1e-10
+    assert float(((halves[0] + halves[1]) / 2 - whole).norm() / whole.norm()) < tolerance
+
+
+def test_minibatches_of_an_epoch_average_to_the_full_gradient() -> None:
+    problem = get_problem("factorisation-60x40")
+    objective = moved(problem)
+    rows = objective.draw(torch.Generator().manual_seed(0), objective.rows // objective.batch + 1)
+    epoch = rows[:-1]
+    assert len(epoch.unique()) == epoch.numel() == objective.rows // objective.batch * objective.batch
+    mean = torch.stack([gradient(objective, objective(row)) for row in epoch]).mean(0)
+    left_out = torch.tensor(sorted(set(range(objective.rows)) - set(epoch.flatten().tolist())))
+    total = mean * epoch.numel()
+    if len(left_out):
+        total = total + gradient(objective, objective(left_out)) * len(left_out)
+    np.testing.assert_allclose(total / objective.rows, gradient(objective, objective.full()), rtol=1e-9, atol=1e-12)
+
+
+def test_additive_noise_has_the_stated_size_per_coordinate() -> None:
+    objective = objectives.Rosenbrock(2, sigma=5.0)
+    noise = objective.draw(torch.Generator().manual_seed(0), 4000)
+    whole = torch.stack([objective.part(row, 0, 1) for row in noise])
+    # 8,000 draws: the standard error of a standard deviation is 1/sqrt(16,000) = 0.8 % of it.
+    assert float(whole.std()) == pytest.approx(5.0, rel=0.04)
+    assert float(noise[:, 0].std()) == pytest.approx(5.0 * 2**0.5, rel=0.04)
+
+
+@pytest.mark.parametrize("name", ["logistic-cancer", "logistic-digits"])
+def test_the_optimum_of_a_regression_is_what_lbfgs_finds(name: str) -> None:
+    problem = get_problem(name)
+    assert objectives.minimum(problem.make(seed=0, steps=1).objective) == pytest.approx(problem.optimum, abs=1e-9)
+
+
+def test_the_optimum_of_a_factorisation_is_reached_and_not_passed() -> None:
+    objective = get_problem("factorisation-60x40").make(seed=0, steps=1).objective
+    assert 0 <= objectives.minimum(objective, 500) - objective.optimum < 1e-9
+
+
+@pytest.mark.parametrize("name", [p.name for p in suite() if p.loss_scale != 1 or p.parameter_scale != 1])
+def test_a_rescaled_problem_has_the_same_trajectory_in_its_units(name: str) -> None:
+    problem = get_problem(name)
+    base = get_problem(name.partition(" ")[0])
+    c, z = problem.loss_scale, problem.parameter_scale
+    rate = base.scales.gradient * 1e-3
+    points = []
+    for p, lr in ((base, rate), (problem, rate * z * z / c)):
+        instance = p.make(seed=1, steps=20)
+        optimizer = torch.optim.SGD(instance.parameters(), lr=lr, momentum=0.9)
+        for step in range(20):
+            optimizer.zero_grad()
+            instance.loss(step).backward()
+            optimizer.step()
+        flat = torch.cat([q.detach().flatten() for q in instance.parameters()]) / p.parameter_scale
+        points.append((flat, instance.gap(instance.objective.evaluate())))
+    tolerance = 1e-4 if points[0][0].dtype == torch.float32 else 1e-9
+    assert float((points[0][0] - points[1][0]).norm() / points[0][0].norm()) < tolerance
+    assert points[0][1] == pytest.approx(points[1][1], rel=tolerance)
+
+
+@pytest.mark.parametrize("name", [p.name for p in suite() if p.loss_scale != 1 or p.parameter_scale != 1])
+def test_the_units_of_a_rescaled_problem_are_rescaled(name: str) -> None:
+    problem, base = get_problem(name), get_problem(name.partition(" ")[0])
+    c, z = problem.loss_scale, problem.parameter_scale
+    assert problem.scales.gradient == pytest.approx(base.scales.gradient * z * z / c, rel=1e-9)
+    assert problem.scales.step == pytest.approx(base.scales.step * z, rel=1e-9)
+
+
+FINGERPRINT = """
+import hashlib, torch
+from benchmarks.quality import get_problem
+digest = hashlib.sha256()
+for name in {names!r}:
+    instance = get_problem(name).make(seed=3, steps=5)
+    digest.update(instance.drawn.numpy().tobytes())
+    for p in instance.parameters():
+        digest.update(p.detach().numpy().tobytes())
+    digest.update(repr(float(instance.loss(4).detach())).encode())
+"""
+
+
+def test_problems_are_the_same_in_another_process() -> None:
+    names = ["rosenbrock-2d", "adult-20", "softmax-digits", "factorisation-80x30", "cnn-mnist", "transformer-even"]
+    program = FINGERPRINT.format(names=names)
+    space: dict[str, object] = {}
+    torch.manual_seed(17)  # what was drawn before must not matter
+    exec(program, space)
+    digest = space["digest"]
+    assert isinstance(digest, type(hashlib.sha256()))
+    other = subprocess.run(
+        [sys.executable, "-c", f"import torch; torch.set_num_threads(1){program}print(digest.hexdigest())"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    assert other.stdout.strip() == digest.hexdigest()
+
+
+@pytest.mark.parametrize("name", ["resnet-digits", "resnet-mnist"])
+def test_batchnorm_statistics_are_estimated_at_the_evaluated_weights(name: str) -> None:
+    instance = get_problem(name).make(seed=0, steps=3)
+    before = instance.objective.evaluate()
+    with torch.no_grad():  # what training left in the running statistics must not matter
+        for module in instance.objective.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.running_mean.fill_(3.0)
+                module.running_var.fill_(7.0)
+    assert instance.objective.evaluate() == before
+    assert instance.objective.training
+
+
+def test_an_odd_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch must be even, to be split in two, and at most 4, got 3"):
+        objectives._Finite(rows=4, batch=3)
+
+
+def test_an_unknown_problem_names_those_that_exist() -> None:
+    with pytest.raises(KeyError, match=r"no problem is called 'rosenbrok'; there are rosenbrock-2d, "):
+        get_problem("rosenbrok")
