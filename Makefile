@@ -6,10 +6,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 OUT ?= results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce test test-slow lint bench bench-scale clean
+.PHONY: help setup reproduce test test-slow lint bench bench-scale bench-peers bench-peers-smoke bench-peers-tables clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 28
 
 setup: $(VENV)/.complete  ## create .venv with everything that development needs
 
@@ -40,6 +40,15 @@ bench: setup  ## cost against torch.optim.SGD, on one thread; writes benchmarks/
 
 bench-scale: setup  ## how the cost grows with parameters, microbatches and ranks; writes benchmarks/results/
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale
+
+bench-peers: setup  ## quality against other optimizers, within the hour on two cores; continues if interrupted
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.quality measure --half both --jobs 2
+
+bench-peers-smoke: setup  ## the same in two minutes, to see that it runs; writes results/quality-smoke/
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.quality measure --half both --jobs 2 --smoke
+
+bench-peers-tables: setup  ## its tables and plot again, from the saved runs
+	$(BIN)/python -m benchmarks.quality tables
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) results .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -114,7 +114,7 @@ class Cache:
             "budget": budget,
             "torch": torch.__version__,
             "code": _code_of_the_suite(),
-            "optimizer": _code_of_our_optimizer(method.optimizer) if method.package == "sgdol" else "",
+            "optimizer": _code_of_our_optimizer(method.optimizer) if method.optimizer in _CODE else "",
         }
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         return self.folder / method.name / f"{problem.name.replace(' ', '_').replace('*', 'x')}-{digest[:20]}.json"
@@ -146,13 +146,24 @@ def _code_of_the_suite() -> str:
     return _hash([data, networks, objectives, training])
 
 
+_CODE = {
+    "sgdol:SGDOL": (
+        "surrogate",
+        "learners",
+        "torch.passes",
+        "torch.blocks",
+        "torch.draw",
+        "torch.update",
+        "torch.optimizer",
+    ),
+    "sgdol:SGDOLFree": ("surrogate", "free", "torch.passes", "torch.rerun", "torch.vectors", "torch.free"),
+}
+"""The modules that make the numbers of this package's optimizers. Those of others have a version."""
+
+
 @functools.cache
 def _code_of_our_optimizer(optimizer: str) -> str:
-    """The modules that make the numbers of this package's optimizers. Those of others have a version."""
-    names = ["sgdol.surrogate", "sgdol.learners", "sgdol.torch.draw", "sgdol.torch.update", "sgdol.torch.blocks"]
-    module, _, name = optimizer.partition(":")
-    names.append(getattr(importlib.import_module(module), name).__module__)
-    return _hash(importlib.import_module(name) for name in names)
+    return _hash(importlib.import_module(f"sgdol.{name}") for name in _CODE[optimizer])
 
 
 # Tuning ---------------------------------------------------------------------------------------------------------------

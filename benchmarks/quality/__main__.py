@@ -1,0 +1,107 @@
+"""How good SGDOL is beside other optimizers, at equal budgets of gradient evaluations.
+
+  python -m benchmarks.quality measure --half development --jobs 2   # the half that defaults are chosen on
+  python -m benchmarks.quality measure --half held-out --jobs 2      # only to report: look at it last
+  python -m benchmarks.quality measure --half both --smoke           # two minutes, to see that everything runs
+  python -m benchmarks.quality tables                                # again from the saved runs
+  python -m benchmarks.quality list                                  # the problems and the methods
+
+An interrupted `measure` continues where it was: every run is kept in --cache until its problem, its method, their code
+or their versions change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from benchmarks.quality import figure, harness, methods, problems, tables
+from benchmarks.quality.harness import Settings
+
+RESULTS = Path(__file__).parents[1] / "results"
+SMOKE = Settings(seeds=(1,), grid=(-1,), extensions=0, shorten=20.0)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="measure | tables | list")
+    measure = commands.add_parser("measure", help="run what is missing, save it, and write the tables")
+    measure.add_argument("--half", choices=[*problems.HALVES, "both"], required=True, help="of the problems")
+    measure.add_argument("--jobs", type=int, default=1, help="processes, of one thread each (default 1)")
+    measure.add_argument("--smoke", action="store_true", help="one seed, one learning rate, a twentieth of the budgets")
+    measure.add_argument("--cache", type=Path, default=RESULTS / ".quality", help="folder of the single runs")
+    measure.add_argument("--problem", action="append", help="only this one; may be repeated; prints, saves nothing")
+    measure.add_argument("--method", action="append", help="only this one; may be repeated; prints, saves nothing")
+    tabulate = commands.add_parser("tables", help="write the tables and the plot from the saved runs")
+    for command in (measure, tabulate):
+        command.add_argument(
+            "--out", type=Path, help=f"folder of what is saved (default {RESULTS.name}/ beside the code)"
+        )
+    commands.add_parser("list", help="show the problems and the methods")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "list":
+        _list()
+    elif chosen.command == "tables":
+        _write(chosen.out or RESULTS)
+    else:
+        _measure(chosen)
+
+
+def _measure(chosen: argparse.Namespace) -> None:
+    settings = SMOKE if chosen.smoke else Settings()
+    out: Path = chosen.out or (Path("results") / "quality-smoke" if chosen.smoke else RESULTS)
+    contenders = [c for c in methods.contenders() if not chosen.method or c.method.name in chosen.method]
+    missing = {c.method.name for c in contenders} ^ set(chosen.method or [c.method.name for c in contenders])
+    if missing:
+        raise SystemExit(f"--method: not known or not installed: {', '.join(sorted(missing))}; see `list`")
+    for half in problems.HALVES if chosen.half == "both" else (chosen.half,):
+        suite = [p for p in problems.suite() if p.half == half and p.name in (chosen.problem or [p.name])]
+        lines = harness.measure_all(suite, contenders, chosen.cache, settings, chosen.jobs)
+        if chosen.problem or chosen.method:
+            for line in lines:
+                rate = "" if line.learning_rate is None else f" lr {line.learning_rate:g}"
+                accuracy = "" if line.accuracy is None else f" accuracy {line.accuracy:.3f}"
+                failed = " diverged" if line.diverged else ""
+                print(f"{line.problem}: {line.contender}{rate} seed {line.seed}: gap {line.gap:.3g}{accuracy}{failed}")
+            continue
+        tables.write_runs(out / f"quality-runs-{half}.csv", lines)
+        command = f"python -m benchmarks.quality measure --half {half}" + (" --smoke" if chosen.smoke else "")
+        about = tables.about(settings, command)
+        (out / f"quality-about-{half}.json").write_text(json.dumps(about, indent=1) + "\n")
+    if not (chosen.problem or chosen.method):
+        _write(out)
+
+
+def _write(out: Path) -> None:
+    saved = [out / f"quality-runs-{half}.csv" for half in problems.HALVES]
+    lines = [line for path in saved if path.exists() for line in tables.read_runs(path)]
+    if not lines:
+        raise SystemExit(f"no saved runs in {out}: run `python -m benchmarks.quality measure --half development` first")
+    text = tables.markdown(lines, tables.read_information(out))
+    (out / "quality.md").write_text(text)
+    halves = [half for half in problems.HALVES if any(line.half == half for line in lines)]
+    tables.write_summary(out / "quality.csv", [row for half in halves for row in tables.summarise(lines, half)])
+    figure.draw(lines, [out / "quality-profile.png", out / "quality-profile.svg"])
+    print(text)
+    shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
+    print(f"written to {shlex.quote(str(shown))}", file=sys.stderr)
+
+
+def _list() -> None:
+    print(f"{'problem':32} {'half':12} {'kind':14} {'budget':>6}  lr of SGD, Adam in units of")
+    for p in problems.suite():
+        print(f"{p.name:32} {p.half:12} {p.kind:14} {p.budget:6d}  {p.scales.gradient:g}, {p.scales.step:g}")
+    print(f"\n{'method':32} optimizer")
+    for m in methods.METHODS:
+        note = "" if methods.available(m) else "  (not installed)"
+        options = ", ".join(f"{k}={v!r}" for k, v in m.options.items())
+        print(f"{m.name:32} {m.optimizer.replace(':', '.')}({options}){note}")
+
+
+if __name__ == "__main__":
+    main()

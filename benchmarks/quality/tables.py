@@ -1,0 +1,384 @@
+r"""The tables, from saved runs.
+
+With gap[c, p, s] the loss gap of contender c on problem p with seed s, and best[p] the least geometric mean over the
+seeds that a contender *with a tuned learning rate* has on p,
+
+    r[c, p, s] = gap[c, p, s] / best[p]
+
+is what the tables summarise: the geometric mean over problems and seeds, with the least and the largest of the seeds'
+own geometric means as its spread, and the worst problem (geometric mean over its seeds). 1 is the best tuned method of
+each problem; a diverged run has the starting gap, which is the most that a run can have.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from benchmarks.quality.harness import Line, Settings
+from benchmarks.quality.problems import HALVES, KINDS, NETWORKS, Half
+
+__all__ = ["Summary", "about", "markdown", "ratios", "read_runs", "summarise", "write_runs", "write_summary"]
+
+TUNED = "learning rate tuned per problem"
+DEFAULT = "learning rate at its documented default"
+FREE = "no learning rate"
+OURS_FREE = "SGDOL without M"
+OURS = "SGDOL + momentum + averaging (direction, kappa 1)"
+
+
+# Saved runs -----------------------------------------------------------------------------------------------------------
+
+
+def write_runs(path: Path, lines: Iterable[Line]) -> None:
+    """One row per reported run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([f.name for f in dataclasses.fields(Line)])
+        for line in lines:
+            values = dataclasses.astuple(line)
+            writer.writerow(["" if v is None else f"{v:.8g}" if isinstance(v, float) else v for v in values])
+
+
+def read_runs(path: Path) -> list[Line]:
+    """What :func:`write_runs` wrote."""
+    hints = get_type_hints(Line)
+    with path.open(newline="") as file:
+        return [
+            Line(**{name: _parse(value, hints[name]) for name, value in row.items()}) for row in csv.DictReader(file)
+        ]
+
+
+def _parse(text: str, kind: Any) -> Any:
+    if kind is bool:
+        return {"True": True, "False": False}[text]
+    if kind in (str, int):
+        return kind(text)
+    return None if text == "" else float(text)
+
+
+# Arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """The exponential of the mean logarithm.
+
+    >>> round(geometric_mean([1.0, 10.0, 100.0]), 12)
+    10.0
+    """
+    logs = [math.log(v) for v in values]
+    return math.exp(math.fsum(logs) / len(logs))
+
+
+def ratios(lines: Sequence[Line]) -> dict[str, dict[str, dict[int, float]]]:
+    """r[contender][problem][seed]."""
+    gaps: dict[str, dict[str, dict[int, float]]] = {}
+    for line in lines:
+        gaps.setdefault(line.contender, {}).setdefault(line.problem, {})[line.seed] = line.gap
+    tuned = {line.contender for line in lines if line.group == TUNED}
+    if not tuned:
+        raise ValueError("ratios are to the best tuned contender of each problem: got no tuned contender")
+    best: dict[str, float] = {}
+    for contender in tuned:
+        for problem, seeds in gaps[contender].items():
+            best[problem] = min(best.get(problem, math.inf), geometric_mean(seeds.values()))
+    return {
+        c: {p: {s: gap / best[p] for s, gap in seeds.items()} for p, seeds in problems.items() if p in best}
+        for c, problems in gaps.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A row of the main table."""
+
+    half: str
+    group: str
+    contender: str
+    geometric_mean: float
+    low: float
+    """The least of the seeds' own geometric means."""
+    high: float
+    worst: float
+    worst_problem: str
+    accuracy: float
+    """Mean over the networks of the accuracy on held-out samples; a diverged run's is a guess, a tenth."""
+    extra: float
+    """Gradient evaluations beyond one per step, as a share of the steps."""
+    diverged: int
+    runs: int
+    at_edge: int
+    """On how many problems the tuned learning rate is still at an edge of the grid."""
+    problems: int
+
+
+def summarise(lines: Sequence[Line], half: Half) -> list[Summary]:
+    """The main table of a half: within each group the best first."""
+    lines = [line for line in lines if line.half == half]
+    table = ratios(lines)
+    rows = []
+    for contender, problems in table.items():
+        mine = [line for line in lines if line.contender == contender]
+        seeds = sorted({line.seed for line in mine})
+        per_seed = [geometric_mean(problems[p][s] for p in problems) for s in seeds]
+        per_problem = {p: geometric_mean(values.values()) for p, values in problems.items()}
+        worst = max(per_problem, key=lambda p: per_problem[p])
+        nets = [0.1 if r.accuracy is None else r.accuracy for r in mine if r.kind in NETWORKS]
+        rows.append(
+            Summary(
+                half=half,
+                group=mine[0].group,
+                contender=contender,
+                geometric_mean=geometric_mean(per_seed),
+                low=min(per_seed),
+                high=max(per_seed),
+                worst=per_problem[worst],
+                worst_problem=worst,
+                accuracy=math.fsum(nets) / len(nets) if nets else math.nan,
+                extra=_extra([r for r in mine if not r.diverged]),
+                diverged=sum(r.diverged for r in mine),
+                runs=len(mine),
+                at_edge=len({r.problem for r in mine if r.edge}),
+                problems=len(problems),
+            )
+        )
+    order = [FREE, DEFAULT, TUNED]
+    return sorted(rows, key=lambda r: (order.index(r.group), r.geometric_mean))
+
+
+def _extra(lines: Sequence[Line]) -> float:
+    steps = sum(line.steps for line in lines)
+    return sum(line.evaluations for line in lines) / steps - 1 if steps else 0.0
+
+
+def write_summary(path: Path, rows: Iterable[Summary]) -> None:
+    """The main table as CSV."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([f.name for f in dataclasses.fields(Summary)])
+        for row in rows:
+            writer.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in dataclasses.astuple(row)])
+
+
+# Effects --------------------------------------------------------------------------------------------------------------
+
+
+def _effects() -> list[tuple[str, str, str]]:
+    """What is added, and the two contenders that differ in it."""
+
+    def momentum(statistics: str, kappa: int, averaging: bool = True) -> str:
+        return f"SGDOL + momentum{' + averaging' if averaging else ''} ({statistics}, kappa {kappa})"
+
+    return [
+        ("averaging, to SGD", "SGD + averaging", "SGD"),
+        ("averaging, to SGD + momentum", "SGD + momentum + averaging", "SGD + momentum"),
+        ("averaging, to SGDOL", "SGDOL + averaging", "SGDOL"),
+        ("averaging, to SGDOL + momentum, kappa 1", OURS, momentum("direction", 1, False)),
+        ("averaging, to SGDOL + momentum, kappa 10", momentum("direction", 10), momentum("direction", 10, False)),
+        ("momentum, to SGD + averaging", "SGD + momentum + averaging", "SGD + averaging"),
+        ("momentum, to SGDOL + averaging", OURS, "SGDOL + averaging"),
+        ("learned step size, to SGD", "SGDOL", "SGD"),
+        ("learned step size, to SGD + averaging", "SGDOL + averaging", "SGD + averaging"),
+        ("learned step size, to SGD + momentum + averaging", OURS, "SGD + momentum + averaging"),
+        ("the same, kappa 10", momentum("direction", 10), "SGD + momentum + averaging"),
+        ("the same, statistics of the gradient", momentum("gradient", 1), "SGD + momentum + averaging"),
+        ("the same, both", momentum("gradient", 10), "SGD + momentum + averaging"),
+        ("statistics of the gradient instead of the direction, kappa 1", momentum("gradient", 1), OURS),
+        ("the same, kappa 10", momentum("gradient", 10), momentum("direction", 10)),
+        ("kappa 10 instead of 1", momentum("direction", 10), OURS),
+    ]
+
+
+def effects(lines: Sequence[Line], half: Half) -> list[str]:
+    """Rows of the second table: how much one thing changes the gap, per kind of problem."""
+    table = ratios([line for line in lines if line.half == half])
+    kind_of = {line.problem: line.kind for line in lines}
+    present = [k for k in KINDS if k in {kind_of[p] for problems in table.values() for p in problems}]
+    rows = [f"| adding | all | {' | '.join(present)} |", "|---|---:" + "|---:" * len(present) + "|"]
+    for label, with_it, without in _effects():
+        if with_it not in table or without not in table:
+            continue
+        a, b = table[with_it], table[without]
+        change = {p: [a[p][s] / b[p][s] for s in a[p]] for p in a if p in b}
+        cells = [_factor(geometric_mean(v for values in change.values() for v in values))]
+        for kind in present:
+            values = [v for p, vs in change.items() if kind_of[p] == kind for v in vs]
+            cells.append(_factor(geometric_mean(values)) if values else "")
+        rows.append(f"| {label} | {' | '.join(cells)} |")
+    return rows
+
+
+def by_kind(lines: Sequence[Line], half: Half) -> list[str]:
+    """Every SGDOL and the SGDs beside them, per kind of problem: the geometric mean of r."""
+    table = ratios([line for line in lines if line.half == half])
+    kind_of = {line.problem: line.kind for line in lines}
+    present = [k for k in KINDS if k in {kind_of[p] for problems in table.values() for p in problems}]
+    chosen = [c for c in table if c == OURS_FREE or c.startswith(("SGDOL", "SGD")) or c in ("Adam", "Adam + averaging")]
+    rows = [f"| | all | {' | '.join(present)} |", "|---|---:" + "|---:" * len(present) + "|"]
+    for contender in chosen:
+        problems = table[contender]
+        cells = [_factor(geometric_mean(v for values in problems.values() for v in values.values()))]
+        for kind in present:
+            values = [v for p, seeds in problems.items() if kind_of[p] == kind for v in seeds.values()]
+            cells.append(_factor(geometric_mean(values)) if values else "")
+        rows.append(f"| {contender} | {' | '.join(cells)} |")
+    return rows
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+def about(settings: Settings, command: str) -> dict[str, Any]:
+    """Machine, versions, seeds and command, to be saved with the runs."""
+    import importlib.metadata
+
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        cpu = next((x.split(":")[1].strip() for x in cpuinfo.read_text().splitlines() if "model name" in x), cpu)
+    packages = (
+        "sgdol", "torch", "numpy", "scikit-learn", "mlxtend", "prodigyopt", "dadaptation", "schedulefree",
+        "dog-optimizer", "mechanic-pytorch", "parameterfree",
+    )  # fmt: skip
+    return {
+        "command": command,
+        "machine": f"{cpu}, {platform.system()}, Python {platform.python_version()}, one thread per run",
+        "versions": {p: importlib.metadata.version(p) for p in packages},
+        "seeds": list(settings.seeds),
+        "tuning_seed": settings.tuning_seed,
+        "grid": list(settings.grid),
+        "extensions": settings.extensions,
+        "shorten": settings.shorten,
+    }
+
+
+def _factor(value: float) -> str:
+    """Two digits, as a reader of ratios wants them.
+
+    >>> [_factor(v) for v in (0.034, 0.5, 1.049, 12.3, 340.0, 51234.0)]
+    ['0.034', '0.50', '1.05', '12', '340', '5.1e+04']
+    """
+    if value >= 1e4 or value < 1e-2:
+        return f"{value:.1e}"
+    if value >= 10:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+
+
+def _main_table(rows: Sequence[Summary]) -> list[str]:
+    out: list[str] = []
+    for group in (FREE, DEFAULT, TUNED):
+        mine = [r for r in rows if r.group == group]
+        if not mine:
+            continue
+        out += [
+            f"**{group[0].upper()}{group[1:]}**",
+            "",
+            "| | geometric mean | over seeds | worst | on | accuracy | extra gradients | diverged |",
+            "|---|---:|---:|---:|---|---:|---:|---:|",
+        ]
+        for r in mine:
+            name = f"**{r.contender}**" if r.contender.startswith("SGDOL") else r.contender
+            note = f" ({r.at_edge} at an edge)" if r.at_edge else ""
+            out.append(
+                f"| {name}{note} | {_factor(r.geometric_mean)} | {_factor(r.low)} to {_factor(r.high)} | "
+                f"{_factor(r.worst)} | {r.worst_problem} | {r.accuracy:.3f} | {r.extra:.0%} | "
+                f"{r.diverged} of {r.runs} |"
+            )
+        out.append("")
+    return out
+
+
+def verdicts(rows: Sequence[Summary]) -> list[str]:
+    """The three questions that the comparison was made for, answered from the table."""
+    by_name = {r.contender: r for r in rows}
+    out = []
+    free, ours, adam = by_name.get(OURS_FREE), by_name.get(OURS), by_name.get("Adam")
+    peers = [r for r in rows if r.group == FREE and not r.contender.startswith("SGDOL")]
+
+    def say(holds: bool, sentence: str) -> None:
+        out.append(f"- {'Yes' if holds else 'No'}: {sentence}")
+
+    if free and peers:
+        mean, worst = min(peers, key=lambda r: r.geometric_mean), min(peers, key=lambda r: r.worst)
+        say(
+            free.geometric_mean < mean.geometric_mean,
+            f"SGDOL without M has a better geometric mean ({_factor(free.geometric_mean)}) than every peer without a "
+            f"learning rate; the best of them is {mean.contender} ({_factor(mean.geometric_mean)}).",
+        )
+        say(
+            free.worst < worst.worst,
+            f"its worst case ({_factor(free.worst)}, {free.worst_problem}) is better than theirs; the best of "
+            f"theirs is {worst.contender}'s ({_factor(worst.worst)}, {worst.worst_problem}).",
+        )
+    if free and ours:
+        ratio = free.geometric_mean / ours.geometric_mean
+        say(ratio <= 1.5, f"it is within 1.5 times {OURS} with tuned M: {_factor(ratio)} times.")
+    if ours and adam:
+        say(
+            ours.geometric_mean <= adam.geometric_mean,
+            f"{OURS} with tuned M ({_factor(ours.geometric_mean)}) is at least level with tuned Adam "
+            f"({_factor(adam.geometric_mean)}).",
+        )
+    return out
+
+
+_HOW = """\
+Every method gets the same budget of gradient evaluations, the same first point, the same batches in the same order
+and the same noise. A gradient evaluation is one pass over one batch: SGDOL's two half batches are one, a look-back is
+another one. The gap is the final training loss on all data over the optimum (over 0 for networks); one number is the
+geometric mean over problems and seeds of the gap relative to the best tuned method of each problem, so 1 would be the
+best tuned method everywhere and smaller is better. "Over seeds" is the range of the seeds' own geometric means. A run
+that ends with a loss that is not finite or above its start has diverged, and counts as if it had stayed at its start,
+which is the worst possible; a gap below 1e-6 of the start counts as that. Learning rates are tuned per problem on
+powers of ten around a unit measured at the first point, with one seed, and reported on others; the grid grows where
+its edge is best. Accuracy is the mean over the networks, on samples that are not trained on. Methods are evaluated
+where they say to be: averages, Schedule-Free's eval mode; BatchNorm's statistics are estimated anew at those weights
+for all. No method uses weight decay. Every run, with its learning rate: `quality-runs-*.csv`."""
+
+
+def markdown(lines: Sequence[Line], information: dict[str, dict[str, Any]]) -> str:
+    """The whole page."""
+    out = ["# Quality against peers", "", "Made by `make bench-peers`.", "", _HOW, ""]
+    for half in HALVES:
+        if not any(line.half == half for line in lines):
+            continue
+        rows = summarise(lines, half)
+        what = "used to choose defaults" if half == "development" else "run only to report"
+        out += [f"## The {half} half: {rows[0].problems} problems, {what}", "", *_main_table(rows)]
+        out += [*verdicts(rows), ""]
+        out += [
+            f"### When momentum, averaging and the learned step size are worth it ({half} half)",
+            "",
+            "How the gap changes by adding one thing: below 1 it helps. Learning rates are tuned for each line.",
+            "",
+            *effects(lines, half),
+            "",
+            "The same as gaps relative to the best tuned method of each problem:",
+            "",
+            *by_kind(lines, half),
+            "",
+        ]
+    out += ["## How it was run", ""]
+    for name_of_half, known in information.items():
+        versions = ", ".join(f"{name} {version}" for name, version in known["versions"].items())
+        seeds = ", ".join(map(str, known["seeds"]))
+        grid = f"10^{known['grid'][0]} to 10^{known['grid'][-1]} times the unit"
+        out.append(
+            f"- {name_of_half}: `{known['command']}`; seeds {seeds}; tuned with seed {known['tuning_seed']} on {grid}, and "
+            f"up to {known['extensions']} decades more at an edge. {known['machine']}. {versions}."
+        )
+    return "\n".join(out) + "\n"
+
+
+def read_information(folder: Path) -> dict[str, dict[str, Any]]:
+    """What is known of how the saved runs were made, by half."""
+    paths = {half: folder / f"quality-about-{half}.json" for half in HALVES}
+    return {half: json.loads(path.read_text()) for half, path in paths.items() if path.exists()}

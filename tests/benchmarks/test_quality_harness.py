@@ -1,0 +1,343 @@
+"""Budgets, tuning, the cache and the tables of the quality suite."""
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.quality import Method, contenders, figure, get_method, get_problem, run, tables, training
+from benchmarks.quality.__main__ import main
+from benchmarks.quality.harness import Cache, Line, Settings, measure, measure_all, tune
+
+ROOT = Path(__file__).parents[2]
+QUICK = Settings(seeds=(1, 2), grid=(-3, -2), extensions=1, shorten=40.0)
+
+
+class TwiceSGD(torch.optim.SGD):
+    """Looks at every third batch a second time, as an optimizer with look-backs does."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+            self.calls += 1
+            if self.calls % 3 == 0:
+                closure()
+        super().step()
+        return loss
+
+    def averaged(self):
+        raise AssertionError("never asked for: averaging is 'none'")
+
+
+# One training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgdol", "schedulefree-adamw", "dog", "prodigy"])
+def test_every_method_spends_exactly_the_budget(name):
+    rate = None if name in ("dog", "prodigy") else 0.1
+    result = run(get_problem("logistic-cancer"), get_method(name), seed=1, rate=rate, budget=50)
+    assert (result.evaluations, result.steps) == (50, 50)
+
+
+def test_the_budget_is_the_problems_if_none_is_given():
+    problem = get_problem("quadratic-additive-1e2")
+    assert run(problem, get_method("sgd"), seed=1, rate=0.01).evaluations == problem.budget
+
+
+def test_the_microbatches_of_a_step_are_one_evaluation_and_a_look_back_another():
+    problem = get_problem("logistic-cancer")
+    once = Method("once", "torch.optim:SGD", parts=2, rate="gradient")
+    assert run(problem, once, 1, 0.1, budget=30).steps == 30
+    twice = Method("twice", f"{__name__}:TwiceSGD", parts=2, rate="gradient", closure=True)
+    result = run(problem, twice, 1, 0.1, budget=40)
+    assert (result.evaluations, result.steps) == (40, 30)  # 30 steps and 10 second looks
+
+
+def test_sgdol_without_m_counts_its_look_backs():
+    if not any(c.method.name == "sgdol-free" for c in contenders()):
+        pytest.fail("SGDOLFree is part of the package")
+    result = run(get_problem("logistic-cancer"), get_method("sgdol-free"), 1, budget=60)
+    assert 60 <= result.evaluations <= 62
+    assert result.steps < 60
+
+
+def test_a_run_is_a_plain_loop_over_the_drawn_batches():
+    problem = get_problem("mlp-digits")
+    result = run(problem, get_method("sgd"), seed=2, rate=0.1, budget=25)
+    instance = problem.make(seed=2, steps=25)
+    optimizer = torch.optim.SGD(instance.parameters(), lr=0.1, momentum=0.9)
+    for step in range(25):
+        optimizer.zero_grad()
+        instance.loss(step).backward()
+        optimizer.step()
+    assert result.outcomes["last"].gap == instance.gap(instance.objective.evaluate())
+
+
+def test_the_harness_average_is_the_polynomial_average_of_the_optimizer_and_of_dog():
+    """One formula, three implementations: on the same iterates they give the same point."""
+    problem = get_problem("quadratic-additive-1e2")
+    gaps = {}
+    for who in ("harness", "dog"):
+        method = Method("m", "torch.optim:SGD", {"momentum": 0.0}, rate="gradient", averaging=who, parts=2)
+        gaps[who] = run(problem, method, 1, 0.1, budget=50).outcomes["average"].gap
+    # kappa so large that SGDOL's multiplier stays 1: SGD with the same rate.
+    ours = Method(
+        "o", "sgdol:SGDOL", {"kappa": 1e12, "averaging": 8.0}, "sgdol", "gradient", None, 2, averaging="optimizer"
+    )
+    gaps["optimizer"] = run(problem, ours, 1, 0.1, budget=50).outcomes["average"].gap
+    assert gaps["dog"] == pytest.approx(gaps["harness"], rel=1e-12)
+    assert gaps["optimizer"] == pytest.approx(gaps["harness"], rel=1e-9)
+
+
+def test_a_diverged_run_has_the_starting_gap():
+    problem = get_problem("rosenbrock-10d")
+    result = run(problem, get_method("sgd"), seed=1, rate=10.0)
+    assert result.outcomes["last"] == training.Outcome(gap=result.start, accuracy=None, diverged=True)
+    assert result.start == 9.0
+    assert result.evaluations < 20  # nothing finite is left: it stops
+
+
+def test_a_run_above_its_start_has_diverged_although_it_is_finite():
+    problem = get_problem("quadratic-additive-1e2")
+    result = run(problem, get_method("sgd-plain"), seed=1, rate=2.2, budget=20)
+    assert result.outcomes["last"].diverged
+    assert result.outcomes["last"].gap == result.start
+
+
+def test_a_solved_problem_has_the_floor():
+    problem = get_problem("quadratic-multiplicative-1e3")
+    easy = dataclasses.replace(problem, options={**problem.options, "condition": 1.0, "dimension": 2, "batch": 64})
+    result = run(easy, get_method("sgd-plain"), seed=1, rate=1.0, budget=200)
+    assert result.outcomes["last"].gap == 1e-6 * result.start
+    assert not result.outcomes["last"].diverged
+
+
+def test_schedule_free_is_evaluated_in_its_eval_mode():
+    problem = get_problem("quadratic-additive-1e2")
+    result = run(problem, get_method("schedulefree-sgd"), seed=1, rate=0.5, budget=100)
+    instance = problem.make(seed=1, steps=100)
+    from schedulefree import SGDScheduleFree
+
+    optimizer = SGDScheduleFree(instance.parameters(), lr=0.5)
+    optimizer.train()
+    for step in range(100):
+        optimizer.zero_grad()
+        instance.loss(step).backward()
+        optimizer.step()
+    in_training = instance.gap(instance.objective.evaluate())
+    optimizer.eval()
+    assert result.outcomes["last"].gap == instance.gap(instance.objective.evaluate()) != in_training
+
+
+def test_running_leaves_the_callers_random_numbers_alone():
+    torch.manual_seed(4)
+    expected = torch.rand(3)
+    torch.manual_seed(4)
+    run(get_problem("mlp-digits-dropout"), get_method("sgd"), 1, 0.1, budget=5)
+    assert torch.equal(torch.rand(3), expected)
+
+
+# Tuning and the cache -------------------------------------------------------------------------------------------------
+
+
+def test_tuning_finds_the_best_inside_the_grid_and_grows_it_at_an_edge():
+    seen = []
+
+    def score(rate):
+        seen.append(rate)
+        return abs(math.log10(rate) - 3)
+
+    assert tune(score, unit=1.0, settings=Settings()) == (1e3, False)
+    assert seen == [1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0, 1e3, 1e4]
+
+
+def test_tuning_goes_down_if_everything_diverged_and_says_that_it_is_at_an_edge():
+    rate, edge = tune(lambda rate: math.inf if rate > 2e-5 else 1.0, 1.0, Settings())
+    assert (rate, edge) == (1e-6, True)
+    rate, edge = tune(lambda rate: rate, 1.0, Settings())
+    assert (rate, edge) == (1e-6, True)
+
+
+def measured(folder, jobs=1):
+    suite = [get_problem(n) for n in ("rosenbrock-2d", "quadratic-additive-1e2")]
+    chosen = [c for c in contenders() if c.method.name in ("sgd", "dog", "sgdol")]
+    return measure_all(suite, chosen, folder, QUICK, jobs, report=lambda text: None)
+
+
+def test_a_second_measurement_comes_from_the_cache_and_is_the_same(tmp_path, monkeypatch):
+    first = measured(tmp_path)
+
+    def never(*arguments, **options):
+        raise AssertionError("ran again")
+
+    monkeypatch.setattr(training, "run", never)
+    assert measured(tmp_path) == first
+
+
+def test_a_torn_file_of_the_cache_is_run_again(tmp_path):
+    first = measured(tmp_path)
+    files = sorted(tmp_path.rglob("*.json"))
+    files[0].write_text(files[0].read_text()[:40])
+    files[1].unlink()
+    assert measured(tmp_path) == first
+    assert json.loads(files[0].read_text())["about"]["problem"]
+
+
+def test_a_measurement_that_was_killed_continues_to_the_same_table(tmp_path):
+    whole = measured(tmp_path / "whole")
+    program = f"""
+import sys
+from pathlib import Path
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+from test_quality_harness import measured
+measured(Path({str(tmp_path / "cut")!r}))
+"""
+    job = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "cut").rglob("*.json")) and job.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait()
+    kept = {p.name for p in (tmp_path / "cut").rglob("*.json")}
+    assert kept < {p.name for p in (tmp_path / "whole").rglob("*.json")}
+    assert kept
+    assert measured(tmp_path / "cut") == whole
+
+
+def test_another_option_seed_rate_or_budget_is_another_run(tmp_path):
+    cache, problem, method = Cache(tmp_path), get_problem("rosenbrock-2d"), get_method("sgd")
+    paths = {
+        cache.path(problem, method, 1, 0.1, 50),
+        cache.path(problem, method, 2, 0.1, 50),
+        cache.path(problem, method, 1, 0.2, 50),
+        cache.path(problem, method, 1, None, 50),
+        cache.path(problem, method, 1, 0.1, 51),
+        cache.path(problem, dataclasses.replace(method, options={"momentum": 0.5}), 1, 0.1, 50),
+        cache.path(dataclasses.replace(problem, options={"dimension": 3, "sigma": 0.2}), method, 1, 0.1, 50),
+        cache.path(dataclasses.replace(problem, loss_scale=2.0), method, 1, 0.1, 50),
+    }
+    assert len(paths) == 8
+
+
+def test_contenders_of_one_training_share_its_runs(tmp_path):
+    cache, problem = Cache(tmp_path), get_problem("rosenbrock-2d")
+    last, average = (c for c in contenders() if c.method.name == "sgd")
+    measure(problem, last, cache, QUICK)
+    before = len(list(tmp_path.rglob("*.json")))
+    lines = measure(problem, average, cache, QUICK)
+    assert len(list(tmp_path.rglob("*.json"))) == before or lines[0].learning_rate != 1e-3
+    assert {line.point for line in lines} == {"average"}
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def line(contender, problem, seed, gap, group=tables.TUNED, kind="mlp", **more):
+    plain = Line(
+        half="development", problem=problem, kind=kind, contender=contender, group=group, method="m", point="last",
+        learning_rate=0.1, edge=False, seed=seed, gap=gap, start=100.0, accuracy=0.5, diverged=False, evaluations=110,
+        steps=100,
+    )  # fmt: skip
+    return dataclasses.replace(plain, **more)
+
+
+BY_HAND = [
+    line("SGD", "p", 1, 1.0),
+    line("SGD", "p", 2, 4.0),  # geometric mean 2: the best tuned of p
+    line("SGD", "q", 1, 8.0),
+    line("SGD", "q", 2, 8.0),
+    line("Adam", "p", 1, 4.0),
+    line("Adam", "p", 2, 4.0),
+    line("Adam", "q", 1, 2.0),
+    line("Adam", "q", 2, 8.0),  # geometric mean 4: the best tuned of q
+    line("Free", "p", 1, 1.0, tables.FREE),
+    line("Free", "p", 2, 1.0, tables.FREE),
+    line("Free", "q", 1, 16.0, tables.FREE),
+    line("Free", "q", 2, 100.0, tables.FREE, diverged=True, accuracy=None),
+]
+
+
+def test_ratios_are_to_the_best_tuned_contender_of_each_problem():
+    r = tables.ratios(BY_HAND)
+    assert r["SGD"] == {"p": {1: 0.5, 2: 2.0}, "q": {1: 2.0, 2: 2.0}}
+    assert r["Free"] == {"p": {1: 0.5, 2: 0.5}, "q": {1: 4.0, 2: 25.0}}  # what is not tuned may be better than 1
+
+
+def test_the_summary_is_what_a_hand_computes():
+    free, best, _ = tables.summarise(BY_HAND, "development")
+    assert free.contender == "Free"
+    assert free.geometric_mean == pytest.approx((0.5 * 0.5 * 4 * 25) ** 0.25)
+    assert (free.low, free.high) == pytest.approx(((0.5 * 4) ** 0.5, (0.5 * 25) ** 0.5))
+    assert (free.worst, free.worst_problem) == (pytest.approx(10.0), "q")
+    assert (free.diverged, free.runs, free.problems) == (1, 4, 2)
+    assert free.accuracy == pytest.approx((0.5 * 3 + 0.1) / 4)
+    assert free.extra == pytest.approx(0.1)
+    assert best.geometric_mean <= 2**0.5 + 1e-12
+
+
+def test_effects_compare_two_contenders_run_by_run():
+    lines = [
+        *(line("SGD", "p", s, g) for s, g in ((1, 2.0), (2, 8.0))),
+        *(line("SGD + averaging", "p", s, g) for s, g in ((1, 1.0), (2, 1.0))),
+    ]
+    rows = tables.effects(lines, "development")
+    assert rows[0] == "| adding | all | mlp |"
+    assert rows[2:] == ["| averaging, to SGD | 0.25 | 0.25 |"]  # sqrt(1/2 * 1/8)
+
+
+def test_verdicts_say_who_is_better():
+    rows = tables.summarise(
+        [
+            line(tables.OURS_FREE, "p", 1, 3.0, tables.FREE),
+            line("Prodigy", "p", 1, 2.0, tables.FREE),
+            line(tables.OURS, "p", 1, 1.0),
+            line("Adam", "p", 1, 1.5),
+        ],
+        "development",
+    )
+    verdicts = tables.verdicts(rows)
+    assert [v.split(":")[0] for v in verdicts] == ["- No", "- No", "- No", "- Yes"]
+    assert "Prodigy (2.00)" in verdicts[0]
+    assert "3.00 times" in verdicts[2]
+
+
+def test_runs_survive_being_written_and_read(tmp_path):
+    tables.write_runs(tmp_path / "runs.csv", BY_HAND)
+    assert tables.read_runs(tmp_path / "runs.csv") == BY_HAND
+
+
+def test_a_profile_counts_problems():
+    assert figure.profile([4.0, 1.0, 2.0, 2.0]) == ([1.0, 2.0, 2.0, 4.0], [0.25, 0.5, 0.75, 1.0])
+
+
+def test_tables_and_plot_are_made_from_saved_runs_and_are_the_same_each_time(tmp_path, capsys):
+    tables.write_runs(tmp_path / "quality-runs-development.csv", BY_HAND)
+    main(["tables", "--out", str(tmp_path)])
+    made = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert set(made) == {
+        "quality-runs-development.csv", "quality.md", "quality.csv", "quality-profile.png", "quality-profile.svg",
+    }  # fmt: skip
+    assert "| Free | 2.24 |" in made["quality.md"].decode()
+    main(["tables", "--out", str(tmp_path)])
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == made
+    assert "Free" in capsys.readouterr().out
+
+
+def test_the_half_has_to_be_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["measure"])
+    assert "--half" in capsys.readouterr().err
+
+
+def test_a_method_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="not known or not installed: sdg"):
+        main(["measure", "--half", "development", "--method", "sdg", "--cache", str(tmp_path)])
