@@ -33,7 +33,7 @@ TUNED_LINES: dict[str, tuple[str, Any]] = {
     "SGDOL": ("#CC79A7", (0, (4, 1, 1, 1))),
 }
 OTHERS = "#D0D0D0"
-FROM, TO = 0.5, 1e3
+FROM, TO = 0.5, 1e4
 
 
 def profile(values: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -56,7 +56,7 @@ def draw(lines: Sequence[Line], paths: Sequence[Path]) -> None:
 
     halves = [half for half in HALVES if any(line.half == half for line in lines)]
     figure, axes = plt.subplots(
-        len(halves), 2, figsize=(11, 0.6 + 3.9 * len(halves)), squeeze=False, sharex=True, layout="constrained"
+        len(halves), 2, figsize=(11, 1.4 + 3.6 * len(halves)), squeeze=False, sharex=True, layout="constrained"
     )
     for row, half in zip(axes, halves, strict=True):
         mine = [line for line in lines if line.half == half]
@@ -71,11 +71,28 @@ def draw(lines: Sequence[Line], paths: Sequence[Path]) -> None:
                 loc="left",
             )
         row[0].set_ylabel("share of problems")
-    for axis in axes[-1]:
+    for axis, highlighted in zip(axes[-1], (DEFAULTS, TUNED_LINES), strict=True):
         axis.set_xlabel("loss gap over that of the best tuned method, at most")
+        _legend(axis, [*highlighted, "others"])
     for path in paths:
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
     plt.close(figure)
+
+
+def _legend(axis: Any, labels: list[str]) -> None:
+    """Below the column, since the lines need the whole panel."""
+    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    shown = [label for label in labels if label in handles]
+    axis.legend(
+        [handles[label] for label in shown],
+        [label.replace(" (direction, kappa 1)", "") for label in shown],
+        fontsize=8.5,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.16),
+        ncols=2,
+        frameon=False,
+        handlelength=3,
+    )
 
 
 def _panel(axis: Any, table: dict[str, dict[str, dict[int, float]]], highlighted: dict[str, tuple[str, Any]]) -> None:
@@ -92,13 +109,10 @@ def _panel(axis: Any, table: dict[str, dict[str, dict[int, float]]], highlighted
             label = None if grey_labelled else "others"
             grey_labelled = True
             axis.step(x, y, where="post", color=OTHERS, linewidth=0.9, label=label, zorder=1)
-    handles, labels = axis.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda i: [*highlighted, "others"].index(labels[i]))
-    axis.legend([handles[i] for i in order], [labels[i] for i in order], fontsize=7.5, loc="lower right", frameon=False)
     axis.set_xscale("log")
     axis.set_xlim(FROM, TO)
     axis.set_ylim(0, 1.02)
     axis.axvline(1, color="#909090", linewidth=0.7, zorder=0)
-    axis.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
+    axis.set_xticks([1, 10, 100, 1000, 10000], ["1", "10", "100", "1,000", "10,000"])
     axis.spines[["top", "right"]].set_visible(False)
     assert all(math.isfinite(v) for r in table.values() for seeds in r.values() for v in seeds.values())

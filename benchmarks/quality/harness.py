@@ -197,7 +197,7 @@ def _rate(unit: float, k: int) -> float:
 
 def measure(problem: Problem, contender: Contender, cache: Cache, settings: Settings) -> list[Line]:
     """The reported runs of a contender on a problem: one for each seed."""
-    method, point, budget = contender.method, contender.point, settings.budget(problem)
+    method, point, budget = contender.method.on(problem.kind), contender.point, settings.budget(problem)
     rate, edge = method.default, False
     if contender.tuned:
         assert method.rate is not None, f"{method.name} has no learning rate to tune"

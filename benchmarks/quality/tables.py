@@ -301,7 +301,8 @@ def verdicts(rows: Sequence[Summary]) -> list[str]:
     by_name = {r.contender: r for r in rows}
     out = []
     free, ours, adam = by_name.get(OURS_FREE), by_name.get(OURS), by_name.get("Adam")
-    peers = [r for r in rows if r.group == FREE and not r.contender.startswith("SGDOL")]
+    others = [r for r in rows if r.group == FREE and not r.contender.startswith("SGDOL")]
+    peers = [r for r in others if "cosine" not in r.contender]  # a schedule has to be told the horizon
 
     def say(holds: bool, sentence: str) -> None:
         out.append(f"- {'Yes' if holds else 'No'}: {sentence}")
@@ -311,7 +312,7 @@ def verdicts(rows: Sequence[Summary]) -> list[str]:
         say(
             free.geometric_mean < mean.geometric_mean,
             f"SGDOL without M has a better geometric mean ({_factor(free.geometric_mean)}) than every peer without a "
-            f"learning rate; the best of them is {mean.contender} ({_factor(mean.geometric_mean)}).",
+            f"learning rate or schedule; the best of them is {mean.contender} ({_factor(mean.geometric_mean)}).",
         )
         say(
             free.worst < worst.worst,
@@ -372,8 +373,8 @@ def markdown(lines: Sequence[Line], information: dict[str, dict[str, Any]]) -> s
         seeds = ", ".join(map(str, known["seeds"]))
         grid = f"10^{known['grid'][0]} to 10^{known['grid'][-1]} times the unit"
         out.append(
-            f"- {name_of_half}: `{known['command']}`; seeds {seeds}; tuned with seed {known['tuning_seed']} on {grid}, and "
-            f"up to {known['extensions']} decades more at an edge. {known['machine']}. {versions}."
+            f"- {name_of_half}: `{known['command']}`; seeds {seeds}; tuned with seed {known['tuning_seed']} on {grid}, "
+            f"and up to {known['extensions']} decades more at an edge. {known['machine']}. {versions}."
         )
     return "\n".join(out) + "\n"
 

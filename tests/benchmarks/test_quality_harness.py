@@ -238,6 +238,17 @@ def test_contenders_of_one_training_share_its_runs(tmp_path):
     assert {line.point for line in lines} == {"average"}
 
 
+@pytest.mark.slow
+def test_two_processes_give_the_same_table_as_one(tmp_path):
+    assert measured(tmp_path / "two", jobs=2) == measured(tmp_path / "one")
+
+
+def test_dog_starts_as_its_documentation_says_for_batchnorm():
+    dog = get_method("dog")
+    assert dog.on("cnn") == dog
+    assert dog.on("resnet").make([torch.nn.Parameter(torch.ones(1))], None).param_groups[0]["reps_rel"] == 1e-4
+
+
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
