@@ -40,6 +40,25 @@ def test_resuming_is_exact():
     assert "the same to the last bit: True" in output
 
 
+@pytest.mark.parametrize("name", ["lightning_digits", "huggingface_digits", "accelerate_digits"])
+def test_trainers_train_with_two_gradients_per_update(name):
+    """All three end between 0.949 and 0.976; the threshold leaves room for other roundings."""
+    output = run(str(EXAMPLES / f"{name}.py"))
+    assert accuracies(output)[-1] > 0.92
+    assert "2 gradients per update" in output
+    assert "the same to the last bit: True" in output or name != "accelerate_digits"
+    step_sizes = [float(value) for value in re.findall(r"step size ([\d.]+)", output)]
+    assert 0 < step_sizes[-1] < step_sizes[0] < 0.5
+
+
+def test_tensorboard_gets_the_history_and_a_figure_is_drawn(tmp_path):
+    output = run(str(EXAMPLES / "tensorboard_digits.py"), str(tmp_path))
+    assert "50 records" in output
+    assert len(list(tmp_path.glob("events.out.*"))) == 1
+    assert (tmp_path / "learned.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_every_example_is_tested():
     tested = {"ordinary_loop", "microbatches", "ddp", "save_and_resume"}
+    tested |= {"lightning_digits", "huggingface_digits", "accelerate_digits", "tensorboard_digits"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sgdol.plotting import plot as plot
     from sgdol.torch import SGDOL as SGDOL
     from sgdol.torch import SGDOLFree as SGDOLFree
 
@@ -25,15 +26,18 @@ _MODULES = {
     "surrogate": None,
     "theory": None,
     "torch": "torch",
+    "trainers": "trainers",
 }
 """Modules, and the extra that each of them needs."""
 
-__all__ = ["SGDOL", "SGDOLFree", "__version__"]
+__all__ = ["SGDOL", "SGDOLFree", "__version__", "plot"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("SGDOL", "SGDOLFree"):
         return getattr(importlib.import_module("sgdol.torch"), name)
+    if name == "plot":
+        return importlib.import_module("sgdol.plotting").plot
     if name in _MODULES:
         try:
             return importlib.import_module(f"{__name__}.{name}")

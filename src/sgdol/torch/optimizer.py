@@ -19,6 +19,7 @@ from sgdol.surrogate import ESTIMATORS, MOMENTUM_STATISTICS, Estimator, Momentum
 from sgdol.torch import diagnostics
 from sgdol.torch.averaging import add_to_average, swapped_in
 from sgdol.torch.blocks import GRANULARITIES, Blocks, Granularity, share
+from sgdol.torch.closures import draws_afresh
 from sgdol.torch.draw import Draw, from_contributions, from_pair, gradient, with_momentum
 from sgdol.torch.passes import BackwardPasses, Contributions, Keep, real_view, scalar_dtype, wide_dtype
 from sgdol.torch.ranks import Ranks
@@ -171,7 +172,8 @@ class SGDOL(Optimizer):
         Args:
             closure: draws a fresh batch, computes the loss, calls ``backward()`` and returns the loss. It is called
                 until there are two gradients: twice, or once if it runs several backward passes itself, if
-                DistributedDataParallel averages over ranks, or if a gradient is held already.
+                DistributedDataParallel averages over ranks, or if a gradient is held already. The closure of a
+                Lightning Trainer belongs to one batch and is called once.
 
         Returns:
             What the first call of the closure returned, or None.
@@ -183,7 +185,7 @@ class SGDOL(Optimizer):
             with torch.enable_grad():
                 result = closure()
         draw = self._draw()
-        if draw is None and closure is not None and self.pending:
+        if draw is None and closure is not None and self.pending and draws_afresh(closure):
             draw = self._draw_again(closure)
         if draw is not None:
             self._update(*draw)
@@ -511,8 +513,7 @@ class SGDOL(Optimizer):
                         )
                     self.state[p][key] = value.detach().to(device=p.device, copy=True)
         share(self.param_groups, self.defaults["granularity"])
-        if self._passes is not None:
-            self._passes.reset()
+        self._watched().reset()  # parameters that have been moved since have new accumulators
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "learner": self.learner, "_warned": self._warned}
@@ -544,8 +545,8 @@ def _first_two(found: Contributions, params: list[Tensor], ranks: Ranks) -> tupl
 
 def _first_step_size(group: dict[str, Any]) -> Tensor:
     """The step size before any update: lr."""
-    device = group["params"][0].device
-    return torch.as_tensor(group["lr"]).detach().to(device=device, dtype=scalar_dtype(device), copy=True).reshape(())
+    device = group["params"][0].device if group["params"] else torch.device("cpu")
+    return torch.as_tensor(group["lr"], device=device, dtype=scalar_dtype(device)).detach().clone().reshape(())
 
 
 def _name(learner: Learner) -> str:

@@ -1,0 +1,243 @@
+"""A figure of what the optimizer learned: ``sgdol.plot``. matplotlib is imported when it is called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["plot"]
+
+PREFIX = "sgdol/"
+"""What trackers put in front of the names."""
+
+LOOKS: tuple[tuple[str, Any], ...] = (
+    ("#0072B2", "-"),
+    ("#D55E00", (0, (5, 1.5))),
+    ("#009E73", (0, (5, 1.5, 1, 1.5))),
+    ("#CC79A7", (0, (1, 1.2))),
+    ("#E69F00", (0, (8, 2))),
+    ("#56B4E9", (0, (3, 1.2, 1, 1.2, 1, 1.2))),
+)
+"""Okabe and Ito's colours, which colour-blind readers tell apart, and dashes for black-and-white print."""
+
+PANELS = ("step_size", "signal_to_noise", "noise_scale", "skipped")
+LOGARITHMIC = ("step_size", "noise_scale")
+
+TITLES = {
+    "step_size": "step size",
+    "signal_to_noise": "signal-to-noise ratio of the direction",
+    "noise_scale": "gradient noise scale",
+    "skipped": "skipped updates",
+}
+UNITS = {
+    "step_size": "$\\eta$",
+    "signal_to_noise": "$\\sum u \\;/\\, \\sum (n - u)$",
+    "noise_scale": "gradients",
+    "skipped": "updates",
+}
+
+Curve = list[tuple[float, float]]
+
+
+def plot(history: Any, *, axes: Sequence[Axes] | None = None, figure: Figure | None = None) -> Figure:
+    """Draw what the optimizer learned: step sizes, signal-to-noise ratio, gradient noise scale and skipped updates.
+
+    Step sizes and the noise scale have logarithmic axes, on which what is not positive and finite leaves a gap: a step
+    size of 0, or the noise scale while the noise drowns the signal (shaded). More than six parameter groups with step
+    sizes of their own are drawn as their median and range. Nothing is shown or written and no global state of
+    matplotlib is touched: call ``figure.savefig(...)``, or give it a figure of ``pyplot``.
+
+    Args:
+        history: a :class:`sgdol.torch.Log` or a trainer's ``StepSizeMonitor``; its ``history``, a list of dicts; a dict
+            of columns; or ``trainer.state.log_history`` of Hugging Face.
+        axes: four axes to draw into, in the order above, instead of new ones; an array of ``subplots`` will do.
+        figure: the figure that gets new axes, instead of a new one. A subfigure will do.
+
+    Returns:
+        The figure.
+
+    >>> history = [{"step": t, "step_size": 0.5 / t, "signal_to_noise": 1 / t, "noise_scale": 2 * t, "skipped": 0}
+    ...            for t in range(1, 50)]
+    >>> figure = plot(history)
+    >>> [panel.get_title(loc="left") for panel in figure.axes][1:3]
+    ['signal-to-noise ratio of the direction', 'gradient noise scale']
+    """
+    curves = _curves(history)
+    if axes is not None and figure is not None:
+        raise ValueError("give axes or figure, not both")
+    panels = _new_axes(figure) if axes is None else list(getattr(axes, "flat", axes))
+    if len(panels) != len(PANELS):
+        raise ValueError(f"axes must be {len(PANELS)}, for {', '.join(PANELS)}; got {len(panels)}")
+    for name, panel in zip(PANELS, panels, strict=True):
+        _draw(panel, name, {label: curve for label, curve in curves.items() if label.split("/")[0] == name})
+    drawn: Any = panels[0].get_figure()
+    return drawn
+
+
+def _new_axes(figure: Figure | None) -> list[Axes]:
+    if figure is None:
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as missing:
+            raise ModuleNotFoundError(
+                f"sgdol.plot needs {missing.name}, which is not installed: pip install 'sgdol[plot]'", name=missing.name
+            ) from missing
+        figure = Figure(figsize=(9.0, 5.6), layout="constrained")
+    grid = figure.subplots(2, 2, sharex=True)
+    return list(grid.flat)
+
+
+def _draw(panel: Axes, name: str, curves: Mapping[str, Curve]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    panel.set_title(TITLES[name], loc="left", fontsize=10)
+    panel.set_ylabel(UNITS[name])
+    panel.grid(visible=True, color="#d9d9d9", linewidth=0.5)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    place = panel.get_subplotspec()
+    if place is None or place.is_last_row() or len(panel.get_shared_x_axes().get_siblings(panel)) == 1:
+        panel.set_xlabel("step")
+    logarithmic = name in LOGARITHMIC
+    drawn = {label: [(x, _shown(y, logarithmic)) for x, y in curve] for label, curve in curves.items()}
+    values = [y for curve in drawn.values() for _, y in curve if math.isfinite(y)]
+    if not values:
+        panel.text(0.5, 0.5, "no value yet", transform=panel.transAxes, ha="center", va="center", color="#666666")
+        return
+    merged = _merged(drawn)
+    if len(merged) > len(LOOKS):
+        _draw_range(panel, merged)
+    else:
+        for (label, curve), (colour, dashes) in zip(merged.items(), LOOKS, strict=False):
+            panel.plot(
+                *zip(*curve, strict=True),
+                label="_" if len(curves) == 1 else label,
+                color=colour,
+                linestyle=dashes,
+                drawstyle="steps-post" if name == "skipped" else "default",
+                marker="o" if len(curve) == 1 else None,
+            )
+    if name == "noise_scale":
+        _mark_gaps(panel, next(iter(drawn.values())))
+    if logarithmic:
+        _scale(panel, values)
+    elif name == "skipped":
+        top = max(1.0, *values)
+        panel.set_ylim(-0.04 * top, 1.06 * top)
+        panel.yaxis.set_major_locator(MaxNLocator(integer=True))
+    else:
+        panel.axhline(0.0, color="#666666", linewidth=0.8)
+    entries = len(panel.get_legend_handles_labels()[1])
+    if entries:
+        outside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if entries > 2 else {}
+        title = "parameter group" if name == "step_size" else None
+        panel.legend(title=title, fontsize=8, title_fontsize=8, framealpha=0.85, edgecolor="none", **outside)
+
+
+def _shown(value: float, logarithmic: bool) -> float:
+    return value if math.isfinite(value) and (value > 0 or not logarithmic) else math.nan
+
+
+def _mark_gaps(panel: Axes, curve: Curve) -> None:
+    """Where the noise drowns the signal there is no noise scale: say so instead of leaving a hole."""
+    steps = [x for x, _ in curve]
+    holes: list[tuple[float, float]] = []
+    for i, (_, y) in enumerate(curve):
+        if math.isnan(y):
+            left, right = steps[max(i - 1, 0)], steps[min(i + 1, len(steps) - 1)]
+            holes = [*holes[:-1], (holes[-1][0], right)] if holes and left <= holes[-1][1] else [*holes, (left, right)]
+    for number, (left, right) in enumerate(holes):
+        label = "_" if number else "no signal measured"
+        panel.axvspan(left, right, color="#000000", alpha=0.1, linewidth=0, label=label)
+
+
+def _draw_range(panel: Axes, curves: Mapping[str, Curve]) -> None:
+    """The smallest, the median and the largest of many."""
+    at: dict[float, list[float]] = {}
+    for curve in curves.values():
+        for x, y in curve:
+            if math.isfinite(y):
+                at.setdefault(x, []).append(y)
+    steps = sorted(at)
+    ordered = [sorted(at[x]) for x in steps]
+    colour = LOOKS[0][0]
+    panel.fill_between(steps, [v[0] for v in ordered], [v[-1] for v in ordered], color=colour, alpha=0.2, linewidth=0)
+    panel.plot(steps, [v[len(v) // 2] for v in ordered], color=colour, label=f"median and range of {len(curves)}")
+
+
+def _scale(panel: Axes, values: Sequence[float]) -> None:
+    """A logarithmic axis that has numbers on it also where it spans less than a decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    panel.set_yscale("log")
+    if max(values) / min(values) < 100:
+        middle, half = math.sqrt(max(values) * min(values)), max(1.15 * math.sqrt(max(values) / min(values)), 1.6)
+        panel.set_ylim(middle / half, middle * half)
+        panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=20))
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _merged(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+    """Groups that share one step size, as with ``granularity="global"``, drawn once."""
+    labels: dict[tuple[tuple[float, float], ...], list[str]] = {}
+    for label, curve in curves.items():
+        labels.setdefault(tuple(curve), []).append(label.partition("/")[2] or label)
+    return {", ".join(names): list(curve) for curve, names in labels.items()}
+
+
+def _curves(history: Any) -> dict[str, Curve]:
+    """Each quantity as points (step, value), whatever form the history has; trackers have rows for other things."""
+    rows = _rows(history)
+    curves: dict[str, Curve] = {}
+    for number, row in enumerate(rows, start=1):
+        values = {str(name).removeprefix(PREFIX): value for name, value in row.items() if not _is_missing(value)}
+        here = {name: _number(name, value) for name, value in values.items() if name.split("/")[0] in PANELS}
+        if any(name.startswith("step_size") and not math.isnan(value) for name, value in here.items()):
+            step = _number("step", values.get("step", number))
+            for name, value in here.items():
+                curves.setdefault(name, []).append((step, value))
+    if not curves:
+        seen = sorted({str(name) for row in rows for name in row})
+        raise ValueError(
+            f"history has no step_size: its names are {', '.join(seen) or 'none'}; record one with sgdol.torch.Log"
+        )
+    return curves
+
+
+def _rows(history: Any) -> list[Mapping[Any, Any]]:
+    found = getattr(history, "history", history)
+    if isinstance(found, Mapping):
+        columns = {name: list(column) for name, column in found.items() if _is_column(column)}
+        if len(columns) != len(found) or len({len(column) for column in columns.values()}) > 1:
+            raise ValueError("history as a dict needs columns of equal length, one for each name")
+        found = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    if not isinstance(found, Iterable) or isinstance(found, str):
+        raise TypeError(f"history must be a Log, a list of dicts or a dict of columns, got {type(history).__name__}")
+    rows = list(found)
+    for row in rows:
+        if not isinstance(row, Mapping):
+            raise TypeError(f"history must be a list of dicts, got one of {type(row).__name__}")
+    if not rows:
+        raise ValueError("history is empty: call the log after opt.step(), at least `every` times")
+    return rows
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str)
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value)  # as a CSV file has it
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"history must hold numbers, got {name}={value!r}") from None

@@ -1,0 +1,231 @@
+"""Hugging Face's Trainer trains with SGDOL as a loop by hand does: the same bits, also resumed."""
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainingArguments,
+    set_seed,
+)
+
+import sgdol
+from sgdol import SGDOL
+from sgdol.trainers.huggingface import Trainer
+
+BATCH = 8
+
+
+def build(dropout=0.0) -> GPT2LMHeadModel:
+    """A language model of digits: 64 pixels, each a word of 17."""
+    set_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=17,
+            n_positions=64,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def dataset(digits):
+    words = (16 * digits[0][: 12 * BATCH]).long()
+    labels = words.clone()
+    labels[:, 0] = -100  # the first word is not predicted
+    return [{"input_ids": row, "labels": label} for row, label in zip(words, labels, strict=True)]
+
+
+def arguments(tmp_path, **options) -> TrainingArguments:
+    quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "use_cpu": True}
+    return TrainingArguments(
+        str(tmp_path),
+        **{**quiet, "per_device_train_batch_size": BATCH, "lr_scheduler_type": "constant", "seed": 0, **options},
+    )
+
+
+def train(model, opt, args, dataset, **options):
+    trainer = Trainer(model, args, train_dataset=dataset, optimizers=(opt, None))
+    trainer.train(**options)
+    return trainer
+
+
+def by_hand(dataset, steps, accumulate, clip, precision=None):
+    """The loop that the Trainer promises to run, written out, over the batches in their order."""
+    model = build()
+    model.train()
+    opt = SGDOL(model.parameters(), lr=0.5)
+    step_sizes, norms = [], []
+    for step in range(steps):
+        rows = dataset[step * accumulate * BATCH : (step + 1) * accumulate * BATCH]
+        words = torch.stack([row["input_ids"] for row in rows]).split(BATCH)
+        labels = torch.stack([row["labels"] for row in rows]).split(BATCH)
+        items = sum(label.ne(-100).sum() for label in labels)  # the Trainer divides all k batches by what they predict
+        for batch, label in zip(words, labels, strict=True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is not None):
+                loss = model(input_ids=batch, labels=label, num_items_in_batch=items).loss
+            loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        opt.step()
+        opt.zero_grad()
+        step_sizes.append(opt.diagnostics()["step_size"][0])
+    assert max(norms) > clip, "nothing was clipped"
+    return model, opt, step_sizes
+
+
+@pytest.mark.parametrize(("accumulate", "precision"), [(1, None), (2, None), (3, None), (2, "bf16")])
+def test_the_trainer_takes_the_same_steps_as_a_loop_by_hand(tmp_path, dataset, assert_same, accumulate, precision):
+    model = build()
+    opt = SGDOL(model.parameters(), lr=0.5)
+    args = arguments(
+        tmp_path,
+        num_train_epochs=1,
+        gradient_accumulation_steps=accumulate,
+        max_grad_norm=0.2,
+        bf16=precision == "bf16",
+        train_sampling_strategy="sequential",
+    )
+    trainer = train(model, opt, args, dataset)
+    steps = 12 // accumulate
+    hand, hand_opt, step_sizes = by_hand(dataset, steps, accumulate, 0.2, precision)
+    inner = trainer.optimizer.optimizer  # inside of Accelerate's wrapper
+    assert inner is opt
+    for group in inner.param_groups:
+        group.pop("initial_lr")  # the scheduler's
+    assert_same(model, inner, hand, hand_opt)
+    assert opt.diagnostics()["gradients"] == max(accumulate, 2)
+    assert opt.diagnostics()["updates"] == (steps if accumulate > 1 else steps // 2)
+    logged = [row["sgdol/step_size"] for row in trainer.state.log_history if "loss" in row]
+    assert logged == step_sizes
+    assert len(set(logged)) > 3
+
+
+@pytest.mark.parametrize(("accumulate", "stop"), [(1, 5), (1, 14), (2, 3)])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, dataset, assert_same, accumulate, stop):
+    """With shuffling, dropout and a schedule; stopped in the middle of a pair, between two, in the second epoch."""
+    options = {
+        "max_steps": 18 // accumulate,
+        "gradient_accumulation_steps": accumulate,
+        "save_strategy": "steps",
+        "save_steps": stop,
+        "lr_scheduler_type": "linear",
+    }
+
+    def run(folder, **resume):
+        model = build(dropout=0.1)
+        opt = SGDOL(model.parameters(), lr=0.5, momentum=0.5)
+        return model, opt, train(model, opt, arguments(tmp_path / folder, **options), dataset, **resume)
+
+    whole, whole_opt, whole_trainer = run("whole")
+    checkpoint = tmp_path / "whole" / f"checkpoint-{stop}"
+    saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    assert saved["param_groups"][0].get("pending", False) == (accumulate == 1 and stop % 2 == 1)
+    resumed, resumed_opt, resumed_trainer = run("resumed", resume_from_checkpoint=str(checkpoint))
+    assert_same(resumed, resumed_opt, whole, whole_opt)
+    step_sizes = [
+        [row["sgdol/step_size"] for row in trainer.state.log_history if "loss" in row]
+        for trainer in (resumed_trainer, whole_trainer)
+    ]
+    assert len(step_sizes[0]) == options["max_steps"]
+    assert step_sizes[0] == step_sizes[1]
+
+
+def test_reports_and_the_log_history_have_the_learned_step_size(tmp_path, dataset, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    args = arguments(tmp_path, max_steps=8, gradient_accumulation_steps=2, logging_steps=2, report_to="tensorboard")
+    model = build()
+    opt = SGDOL(model.parameters(), lr=0.5)
+    trainer = train(model, opt, args, dataset)
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    found = opt.diagnostics()
+    for name in ("signal_to_noise", "noise_scale", "skipped", "updates", "gradients"):
+        assert rows[-1][f"sgdol/{name}"] == found[name]
+    assert rows[-1]["learning_rate"] == 0.5
+    assert rows[-1]["sgdol/step_size"] == found["step_size"][0] < 0.5
+    (events,) = {path.parent for path in (tmp_path / "board").rglob("events.*")}
+    board = EventAccumulator(str(events)).Reload()
+    shown = [(event.step, event.value) for event in board.Scalars("train/sgdol/step_size")]
+    assert shown == [(row["step"], pytest.approx(row["sgdol/step_size"], rel=1e-6)) for row in rows]  # float32 there
+    (line,) = sgdol.plot(trainer.state.log_history).axes[0].lines
+    assert list(line.get_xdata()) == [2, 4, 6, 8]
+
+
+def test_the_trainer_makes_the_optimizer_itself_from_the_class(tmp_path, dataset):
+    """Its two groups, with and without weight decay, one of which may be empty."""
+    model = build()
+    model.requires_grad_(False)
+    model.transformer.wte.weight.requires_grad_(True)  # which decays, so that nothing is left that does not
+    args = arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2, weight_decay=0.01)
+    trainer = Trainer(model, args, train_dataset=dataset, optimizer_cls_and_kwargs=(SGDOL, {"lr": 0.5}))
+    trainer.train()
+    opt = trainer.optimizer.optimizer
+    assert [(bool(group["params"]), group["weight_decay"]) for group in opt.param_groups] == [(True, 0.01), (False, 0)]
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["sgdol/gradients"] for row in rows] == [2, 2, 2, 2]
+    assert "sgdol/step_size" in rows[0]
+
+
+def test_the_default_schedule_lowers_the_step_size_by_moving_lr(tmp_path, dataset):
+    """What the documentation says of it: the step size is lr, which falls to 0, times what is learned."""
+    model = build()
+    opt = SGDOL(model.parameters(), lr=0.5, alpha=1e9)  # holds on to lr: the multiplier stays 1
+    args = arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2, lr_scheduler_type="linear")
+    trainer = train(model, opt, args, dataset)
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["sgdol/step_size"] for row in rows] == pytest.approx([0.5, 0.375, 0.25, 0.125], rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:SGDOL was given the same gradient twice")  # it is, to have no noise
+@pytest.mark.parametrize("counts", [(6, 6), (3, 9), (2, 4, 12)])
+def test_unequal_token_counts_make_the_signal_too_small_by_a_known_factor(tmp_path, counts):
+    """u has mean (1 - c^2/(k-1)) ||grad f||^2 for weights with coefficient of variation c: exact without noise.
+
+    All sequences are the same and differ only in how many of their tokens count, on a model whose loss is the same for
+    every token (its output is 0 for all words but for a bias, so that all tokens with the same label have the same
+    gradient).
+    """
+    set_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=4, n_positions=13, n_embd=4, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
+    )
+    bias = torch.nn.Parameter(torch.tensor([0.3, -0.2, 0.1, 0.0]))
+    model.requires_grad_(False)
+    model.lm_head = _Bias(bias)
+    rows = [
+        {"input_ids": torch.ones(13, dtype=torch.long), "labels": torch.tensor([-100] * (13 - n) + [1] * n)}
+        for n in counts
+    ]
+    k = len(counts)
+    opt = SGDOL([bias], lr=0.1)
+    args = arguments(
+        tmp_path,
+        max_steps=1,
+        gradient_accumulation_steps=k,
+        per_device_train_batch_size=1,
+        max_grad_norm=0.0,
+        train_sampling_strategy="sequential",
+    )
+    train(model, opt, args, rows)
+    found = opt.diagnostics()
+    assert found["gradients"] == k
+    weights = torch.tensor(counts, dtype=torch.float64) / sum(counts)
+    variation = weights.var(correction=0) / weights.mean() ** 2
+    signal, length = opt.param_groups[0]["totals"][3:5].tolist()
+    assert signal / length == pytest.approx(1 - variation.item() / (k - 1), rel=1e-5)  # float32 gradients
+
+
+class _Bias(torch.nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.bias = bias
+
+    def forward(self, hidden):
+        return self.bias.expand(*hidden.shape[:-1], 4)

@@ -1,0 +1,229 @@
+"""Lightning trains with SGDOL as a loop by hand does: the same bits, with and without accumulation, and resumed."""
+
+import csv
+import functools
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch.nn.functional import cross_entropy
+
+import sgdol
+from sgdol import SGDOL
+from sgdol.torch.closures import draws_afresh
+from sgdol.trainers.lightning import StepSizeMonitor
+
+BATCHES, BATCH = 12, 16
+
+
+def build() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(64, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 10)
+    )
+
+
+class Loader:
+    """Batches in a fixed order, which remembers its place, as Lightning wants it for resuming within an epoch."""
+
+    def __init__(self, digits):
+        images, labels = digits
+        self.batches = [(images[i : i + BATCH], labels[i : i + BATCH]) for i in range(0, BATCHES * BATCH, BATCH)]
+        self.place = 0
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        self.place %= len(self.batches)
+        while self.place < len(self.batches):
+            self.place += 1
+            yield self.batches[self.place - 1]
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+class Classifier(LightningModule):
+    def __init__(self, manual=False, **options):
+        super().__init__()
+        self.net = build()
+        self.options = {"lr": 0.5, **options}
+        self.seen = 0
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch, index):
+        images, labels = batch
+        self.seen += 1
+        loss = cross_entropy(self.net(images), labels)
+        if not self.automatic_optimization:
+            opt = self.optimizers()
+            opt.zero_grad()
+            self.manual_backward(loss)
+            opt.step()
+        return loss
+
+    def configure_optimizers(self):
+        return SGDOL(self.parameters(), **self.options)
+
+
+def trainer(tmp_path, **options) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(
+        **{**quiet, "accelerator": "cpu", "enable_checkpointing": False, "default_root_dir": tmp_path, **options}
+    )
+
+
+def by_hand(batches, updates_after, accumulate=1, precision=None, clip=None):
+    """The loop that Lightning promises to run, written out. Returns the model, the optimizer and each step size."""
+    net = build()
+    opt = SGDOL(net.parameters(), lr=0.5)
+    step_sizes, norms = [], []
+    for step in range(updates_after):
+        for images, labels in batches[step * accumulate : (step + 1) * accumulate]:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is not None, cache_enabled=False):
+                loss = cross_entropy(net(images), labels)
+            (loss / accumulate).backward()
+        if clip is not None:
+            norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), clip).item())
+        opt.step()
+        opt.zero_grad()
+        step_sizes.append(opt.diagnostics()["step_size"][0])
+    assert clip is None or max(norms) > clip, "nothing was clipped"
+    return net, opt, step_sizes
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "precision", "clip"),
+    [(1, None, None), (2, None, None), (4, None, 0.5), (2, "bf16-mixed", 0.5), (1, "bf16-mixed", None)],
+)
+def test_lightning_takes_the_same_steps_as_a_loop_by_hand(tmp_path, digits, assert_same, accumulate, precision, clip):
+    model, loader = Classifier(), Loader(digits)
+    fit = trainer(
+        tmp_path,
+        max_epochs=2,
+        accumulate_grad_batches=accumulate,
+        precision=precision or "32-true",
+        gradient_clip_val=clip,
+    )
+    fit.fit(model, loader)
+    steps = 2 * BATCHES // accumulate
+    net, opt, _ = by_hand(2 * loader.batches, steps, accumulate, precision, clip)
+    assert_same(model.net, fit.optimizers[0], net, opt)
+    found = opt.diagnostics()
+    assert found["gradients"] == max(accumulate, 2)
+    assert found["updates"] == (steps if accumulate > 1 else steps // 2)
+    assert 0 < found["step_size"][0] < 0.4, "it has seen no noise: every batch was taken twice"
+
+
+def test_each_batch_passes_through_the_model_once(tmp_path, digits):
+    """Lightning's closure repeats its batch; calling it twice would also move BatchNorm's statistics twice."""
+    model = Classifier()
+    trainer(tmp_path, max_epochs=1).fit(model, Loader(digits))
+    assert model.seen == BATCHES
+    assert model.net[1].num_batches_tracked == BATCHES
+
+
+@pytest.mark.parametrize("kind", [Precision, MixedPrecision])
+def test_a_precision_plugin_of_the_users_own_is_recognised_too(tmp_path, digits, kind):
+    class Mine(kind):
+        pass
+
+    plugin = Mine() if kind is Precision else Mine("bf16-mixed", "cpu")
+    model = Classifier()
+    trainer(tmp_path, max_epochs=1, plugins=[plugin]).fit(model, Loader(digits))
+    assert model.seen == BATCHES
+
+
+def test_manual_optimization_makes_pairs_of_consecutive_batches(tmp_path, digits, assert_same):
+    """Lightning gives an empty closure to step(): it must not count as the second gradient."""
+    model, loader = Classifier(manual=True), Loader(digits)
+    fit = trainer(tmp_path, max_epochs=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="SGDOL was given the same gradient twice")
+        fit.fit(model, loader)
+    net, opt, _ = by_hand(loader.batches, BATCHES)
+    assert_same(model.net, fit.optimizers[0], net, opt)
+
+
+def test_a_closure_of_the_users_own_is_still_called_twice():
+    class Draws:
+        def __call__(self): ...
+        def again(self, batch): ...
+
+    assert draws_afresh(lambda: None)
+    assert draws_afresh(Draws())
+    assert draws_afresh(Draws().__call__)
+    assert draws_afresh(functools.partial(Draws().again, 1))
+    assert draws_afresh(functools.partial(max, 1, 2))
+
+
+@pytest.mark.parametrize(("accumulate", "stop"), [(1, 7), (1, 12), (3, 5), (3, 2)])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, digits, assert_same, accumulate, stop):
+    """Stopped within an epoch and at its end, in the middle of a pair and between two."""
+    options = {"accumulate_grad_batches": accumulate}
+    steps = 2 * BATCHES // accumulate
+    whole, whole_fit = Classifier(momentum=0.5), trainer(tmp_path, max_steps=steps, **options)
+    whole_fit.fit(whole, Loader(digits))
+
+    first = trainer(tmp_path, max_steps=stop, **options)
+    first.fit(Classifier(momentum=0.5), Loader(digits))
+    assert first.optimizers[0].pending == (accumulate == 1 and stop % 2 == 1)
+    first.save_checkpoint(tmp_path / "stopped.ckpt")
+
+    resumed, second = Classifier(momentum=0.5), trainer(tmp_path, max_steps=steps, **options)
+    second.fit(resumed, Loader(digits), ckpt_path=tmp_path / "stopped.ckpt", weights_only=True)
+    assert second.global_step == steps
+    assert_same(resumed.net, second.optimizers[0], whole.net, whole_fit.optimizers[0])
+
+
+def test_the_learned_step_size_is_in_the_trainers_log(tmp_path, digits):
+    logger, monitor, loader = CSVLogger(tmp_path), StepSizeMonitor(), Loader(digits)
+    fit = trainer(
+        tmp_path, max_epochs=2, accumulate_grad_batches=2, logger=logger, log_every_n_steps=4, callbacks=[monitor]
+    )
+    fit.fit(Classifier(), loader)
+    logger.save()
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    _, opt, step_sizes = by_hand(2 * loader.batches, 12, accumulate=2)
+    assert [int(row["step"]) for row in rows] == [3, 7, 11]  # Lightning counts from 0
+    assert [float(row["sgdol/step_size"]) for row in rows] == step_sizes[3::4]
+    assert [float(row["sgdol/gradients"]) for row in rows] == [2, 2, 2]
+    found = opt.diagnostics()
+    for name in ("signal_to_noise", "noise_scale", "skipped", "updates"):
+        assert float(rows[-1][f"sgdol/{name}"]) == found[name]
+    assert [row["step_size"] for row in monitor.history] == step_sizes[3::4]
+    for history in (monitor, rows):
+        (line,) = sgdol.plot(history).axes[0].lines
+        assert list(line.get_ydata()) == step_sizes[3::4]
+
+
+def test_the_monitors_history_continues_after_resuming(tmp_path, digits):
+    def run(steps, **fit):
+        monitor = StepSizeMonitor(every=2)
+        run = trainer(tmp_path, max_steps=steps, callbacks=[monitor])
+        run.fit(Classifier(), Loader(digits), **fit)
+        return run, monitor
+
+    _, whole = run(10)
+    stopped, _ = run(5)
+    stopped.save_checkpoint(tmp_path / "stopped.ckpt")
+    _, resumed = run(10, ckpt_path=tmp_path / "stopped.ckpt", weights_only=True)
+    assert [row["step"] for row in whole.history] == [1, 3, 5, 7, 9]
+    assert resumed.history == whole.history
+
+
+def test_the_monitor_says_that_there_is_no_sgdol(tmp_path, digits):
+    class Plain(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(TypeError, match="needs one SGDOL among the optimizers of the Trainer, which are: SGD"):
+        trainer(tmp_path, max_epochs=1, callbacks=[StepSizeMonitor()]).fit(Plain(), Loader(digits))
