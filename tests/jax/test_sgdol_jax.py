@@ -7,53 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from six_numbers import BLOCKS, LABELS, flat, gradients, granular, run, tree
 
-from sgdol.jax import microbatch_grads, scale_by_sgdol, sgdol
+from sgdol.jax import diagnostics, microbatch_grads, scale_by_sgdol, sgdol
 from sgdol.learners import FTRL, OnlineGradientDescent, OptimisticFTRL
 from sgdol.reference import replay
-
-BLOCKS = {"global": None, "coordinate": range(6), "tensor": [0, 0, 1, 1, 1, 1]}
 
 
 @pytest.fixture(autouse=True)
 def double_precision():
     with jax.enable_x64(True):
         yield
-
-
-def tree(vector):
-    """Six numbers along the last axis, as a vector and a matrix."""
-    vector = np.asarray(vector)
-    return {"a": jnp.asarray(vector[..., :2]), "b": jnp.asarray(vector[..., 2:].reshape(*vector.shape[:-1], 2, 2))}
-
-
-def flat(params):
-    return np.concatenate([np.asarray(params["a"]), np.asarray(params["b"]).ravel()])
-
-
-def gradients(steps, k, seed=0):
-    """Signal and noise that take the multiplier to both of its bounds."""
-    rng = np.random.default_rng(seed)
-    scale = np.exp(rng.normal(size=(steps, 1, 1)))
-    signal = np.where(np.arange(steps) < steps // 2, 1.0, -1.0)[:, None, None] * rng.normal(size=(steps, 1, 6))
-    return scale * (signal * 0.5 + rng.normal(size=(steps, k, 6)))
-
-
-def run(optimizer, stacks, x=None):
-    """All the iterates, and the last state."""
-
-    def step(carry, stack):
-        params, state = carry
-        updates, state = optimizer.update(stack, state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, state), params
-
-    params = tree(np.zeros(6) if x is None else x)
-    (_, state), path = jax.jit(lambda carry, xs: jax.lax.scan(step, carry, xs))(
-        (params, optimizer.init(params)), tree(np.asarray(stacks))
-    )
-    steps = np.concatenate([np.asarray(path["a"]), np.asarray(path["b"]).reshape(len(stacks), 4)], axis=1)
-    return np.concatenate([[flat(params)], steps]), state
 
 
 def test_the_second_call_does_not_compile_again():
@@ -75,7 +39,7 @@ def test_equals_the_reference_on_recorded_gradients(estimator, granularity, alph
     expected = replay(
         recorded, np.zeros(6), smoothness=3.0, alpha=alpha, estimator=estimator, blocks=BLOCKS[granularity]
     )
-    optimizer = sgdol(smoothness=3.0, alpha=alpha, estimator=estimator, granularity=granularity)
+    optimizer = sgdol(smoothness=3.0, alpha=alpha, estimator=estimator, **granular(granularity))
     iterates, _ = run(optimizer, recorded)
     np.testing.assert_allclose(iterates, expected.iterates, rtol=0, atol=1e-12)
 
@@ -123,7 +87,7 @@ def test_the_multiplier_does_not_see_the_gradients_of_its_own_step():
     changed[-1] *= -7.0
     for estimator in ("paper", "symmetric"):
         states = [run(sgdol(0.1, estimator=estimator), g)[1][0] for g in (recorded, changed)]
-        assert states[0].multiplier[0] == states[1].multiplier[0]
+        assert states[0].multiplier == states[1].multiplier
 
 
 def test_runs_inside_scan_and_under_vmap_over_rates():
@@ -159,16 +123,20 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, way):
     else:
         updates, after = optimizer.update(tree(broken[0]), state, params, others=tree(broken[1]))
     assert all(not leaf.any() for leaf in jax.tree.leaves(updates))
-    jax.tree.map(np.testing.assert_array_equal, after, state)
+    assert diagnostics(after)["skipped"] == 1
+    before = state[0]._replace(record=state[0].record._replace(skipped=jnp.ones((), jnp.int32)))
+    jax.tree.map(np.testing.assert_array_equal, after[0], before)
 
 
-def test_a_gradient_that_is_not_finite_is_not_held_and_does_not_break_a_pair():
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_gradient_that_is_not_finite_spoils_its_pair_and_nothing_else(position):
     optimizer = sgdol(0.1)
-    good = gradients(1, 2)[0]
-    broken = np.full(6, np.nan)
-    clean, _ = run(optimizer, good)
-    spoilt, state = run(optimizer, [broken, good[0], broken, good[1]])
-    np.testing.assert_array_equal(spoilt[-1], clean[-1])
+    good, spoilt = gradients(3, 2), gradients(1, 2, seed=1)[0]
+    spoilt[position] = np.nan
+    clean, _ = run(optimizer, good.reshape(6, 6))
+    path, state = run(optimizer, np.concatenate([good[0], spoilt, good[1], good[2]]))
+    np.testing.assert_array_equal(path[-1], clean[-1])
+    np.testing.assert_array_equal(path[4], path[2])
     assert not state[0].pending
 
 
@@ -183,47 +151,83 @@ def test_a_held_gradient_is_dropped_when_the_parameters_move():
     assert not any(leaf.any() for leaf in jax.tree.leaves(state[0].held))
 
 
+@pytest.mark.parametrize("statistics", ["direction", "gradient"])
 @pytest.mark.parametrize("granularity", BLOCKS)
-def test_momentum_uses_the_unbiased_signal(granularity):
+def test_momentum_equals_the_reference(granularity, statistics):
     recorded, beta = gradients(40, 2), 0.9
-    iterates, _ = run(sgdol(0.25, alpha=1.0, momentum=beta, granularity=granularity), recorded)
-    block = np.zeros(6, int) if BLOCKS[granularity] is None else np.array(BLOCKS[granularity])
-    x, m = np.zeros(6), np.zeros(6)
-    u_sum, n_sum = np.zeros(block.max() + 1), np.zeros(block.max() + 1)
-    for t, (a, b) in enumerate(recorded, start=1):
-        eta = 0.25 * np.clip((1 + u_sum) / (1 + n_sum), 0, 2)
-        mean, correction = (a + b) / 2, 1 - beta**t
-        u = (beta * m * mean + (1 - beta) * a * b) / correction
-        m = beta * m + (1 - beta) * mean
-        d = m / correction
-        x = x - eta[block] * d
-        np.add.at(u_sum, block, u)
-        np.add.at(n_sum, block, d * d)
-        np.testing.assert_allclose(iterates[t], x, rtol=0, atol=1e-12)
+    expected = replay(
+        recorded,
+        np.zeros(6),
+        smoothness=4.0,
+        alpha=None,
+        kappa=3.0,
+        momentum=beta,
+        statistics=statistics,
+        estimator="symmetric",
+        blocks=BLOCKS[granularity],
+    )
+    options = {"momentum": beta, "statistics": statistics, "kappa": 3.0, **granular(granularity)}
+    iterates, _ = run(sgdol(0.25, **options), recorded)
+    np.testing.assert_allclose(iterates, expected.iterates, rtol=0, atol=1e-12)
 
 
-def test_weight_decay_is_the_gradient_of_an_l2_penalty():
-    optimizer, plain = sgdol(0.1, weight_decay=0.3), sgdol(0.1)
+def test_weight_decay_is_decoupled_and_scaled_by_the_learned_step_size():
+    recorded, x = gradients(10, 2), np.ones(6)
+    iterates, _ = run(sgdol(0.1, weight_decay=0.3), recorded, x=x)
+    expected = replay(recorded, np.zeros(6), smoothness=10.0, alpha=None, estimator="symmetric")
+    for pair, eta, after in zip(recorded, expected.step_sizes, iterates[1:], strict=True):
+        x = x - eta * (pair.mean(0) + 0.3 * x)
+        np.testing.assert_allclose(after, x, rtol=0, atol=1e-14)
+
+
+def test_add_decayed_weights_before_it_is_an_l2_penalty():
+    """Part of the objective, so that the statistics see it; alternating and stacked."""
+    composed, plain = optax.chain(optax.add_decayed_weights(0.3), sgdol(0.1)), sgdol(0.1)
     recorded = gradients(10, 2)
-    iterates, _ = run(optimizer, recorded, x=np.ones(6))
+    alternating, _ = run(composed, recorded.reshape(20, 6), x=np.ones(6))
+    stacked, _ = run(composed, recorded, x=np.ones(6))
+    np.testing.assert_allclose(alternating[::2], stacked, rtol=0, atol=1e-14)
     params = tree(np.ones(6))
     state = plain.init(params)
-    for pair, expected in zip(recorded, iterates[1:], strict=True):
+    for pair, expected in zip(recorded, stacked[1:], strict=True):
         updates, state = plain.update(tree(pair + 0.3 * flat(params)), state, params)
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(flat(params), expected, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("learner", [FTRL(strength=2.0), OptimisticFTRL(), OnlineGradientDescent()])
-def test_any_learner_of_the_core_plugs_in(learner):
+class FollowTheAverage:
+    """A learner of a user's own, with a state that is no named tuple."""
+
+    def initial(self, zero):
+        return {"sums": (zero, zero)}
+
+    def predict(self, state, alpha):
+        u, n = state["sums"]
+        return (alpha + abs(u)) / (alpha + n)
+
+    def observe(self, state, multiplier, u, n, alpha):
+        u_sum, n_sum = state["sums"]
+        return {"sums": (u_sum + u * multiplier, n_sum + n)}
+
+
+@pytest.mark.parametrize(
+    "learner",
+    [FTRL(strength=2.0), OptimisticFTRL(), OnlineGradientDescent(), FollowTheAverage()],
+    ids=["strong", "optimistic", "descent", "own"],
+)
+def test_any_learner_plugs_in(learner):
     recorded = gradients(20, 2)
-    iterates, _ = run(sgdol(0.3, alpha=1.0, learner=learner, estimator="paper"), recorded)
+    together, _ = run(sgdol(0.3, alpha=1.0, learner=learner, estimator="paper"), recorded)
+    apart, _ = run(sgdol(0.3, alpha=1.0, learner=learner, estimator="paper", granularity="coordinate"), recorded)
     x, state = np.zeros(6), learner.initial(0.0)
+    y, states = np.zeros(6), learner.initial(np.zeros(6))
     for t, (g, other) in enumerate(recorded, start=1):
-        s = learner.predict(state, 1.0)
+        s, each = learner.predict(state, 1.0), learner.predict(states, np.ones(6))
         state = learner.observe(state, s, float(g @ other), float(g @ g), 1.0)
-        x = x - 0.3 * s * g
-        np.testing.assert_allclose(iterates[t], x, rtol=0, atol=1e-12)
+        states = learner.observe(states, each, g * other, g * g, np.ones(6))
+        x, y = x - 0.3 * s * g, y - 0.3 * each * g
+        np.testing.assert_allclose(together[t], x, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(apart[t], y, rtol=0, atol=1e-12)
 
 
 def test_sums_are_kept_in_float32_or_wider_and_updates_in_the_parameters_own_type():
@@ -232,39 +236,30 @@ def test_sums_are_kept_in_float32_or_wider_and_updates_in_the_parameters_own_typ
     state = optimizer.init(params)
     updates, state = optimizer.update({"w": jnp.ones((2, 3), jnp.bfloat16)}, state, params)
     assert updates["w"].dtype == jnp.bfloat16
-    assert state[0].learner[0].u_sum.dtype == jnp.float32
+    assert state[0].learner.u_sum.dtype == jnp.float32
     assert state[0].trace["w"].dtype == jnp.float32
 
 
-def test_inject_hyperparams_exposes_the_rate():
-    optimizer = optax.inject_hyperparams(sgdol)(learning_rate=0.1)
-    params = jnp.zeros(2)
-    state = optimizer.init(params)
-    _, state = optimizer.update(jnp.ones((2, 2)), state, params)
-    state.hyperparams["learning_rate"] = jnp.asarray(0.2)
-    updates, _ = optimizer.update(jnp.ones((2, 2)), state, params)
-    np.testing.assert_allclose(updates, [-0.2, -0.2])
+@pytest.mark.parametrize(
+    "param_labels",
+    [LABELS, lambda params: {name: "b" if name == "b" else "ac" for name in params}],
+    ids=["tree", "function"],
+)
+def test_groups_are_named_by_labels_or_by_a_function(param_labels):
+    recorded = gradients(10, 2)
+    expected = replay(recorded, np.zeros(6), smoothness=4.0, alpha=None, estimator="symmetric", blocks=BLOCKS["group"])
+    iterates, state = run(sgdol(0.25, granularity="group", param_labels=param_labels), recorded)
+    np.testing.assert_allclose(iterates, expected.iterates, rtol=0, atol=1e-12)
+    assert diagnostics(state)["step_size"] == pytest.approx(expected.step_sizes[-1][[0, 2]].tolist(), abs=1e-12)
 
 
-def test_multi_transform_gives_each_group_its_step_size():
-    params = tree(np.zeros(6))
-    optimizer = optax.multi_transform(
-        {"one": sgdol(smoothness=3.0, alpha=1.0), "two": sgdol(smoothness=3.0, alpha=1.0)}, {"a": "one", "b": "two"}
-    )
-    recorded = gradients(20, 2)
-    state = optimizer.init(params)
-    for stack in recorded:
-        updates, state = optimizer.update(tree(stack), state, params)
-        params = optax.apply_updates(params, updates)
-    expected = replay(recorded, np.zeros(6), smoothness=3.0, alpha=1.0, estimator="symmetric", blocks=BLOCKS["tensor"])
-    np.testing.assert_allclose(flat(params), expected.iterates[-1], rtol=0, atol=1e-12)
-
-
-def test_a_mask_that_leaves_nothing_is_no_error():
-    optimizer = optax.masked(sgdol(0.1, granularity="tensor"), {"a": False, "b": False})
-    params = tree(np.zeros(6))
-    updates, _ = optimizer.update(tree(np.ones(6)), optimizer.init(params), params)
-    np.testing.assert_array_equal(flat(updates), np.ones(6))
+def test_a_label_stands_for_everything_below_it():
+    params = {"encoder": {"w": jnp.zeros(2), "b": jnp.zeros(1)}, "head": jnp.zeros(3)}
+    optimizer = sgdol(0.25, granularity="group", param_labels={"encoder": "slow", "head": "fast"})
+    assert optimizer.init(params)[0].multiplier.shape == (2,)
+    wrong = sgdol(0.25, granularity="group", param_labels={"encoder": "slow"})
+    with pytest.raises(ValueError, match="param_labels must be a prefix of the tree of the parameters"):
+        wrong.init(params)
 
 
 def test_microbatch_gradients_average_to_the_gradient_of_the_batch():
@@ -290,10 +285,19 @@ def test_microbatch_gradients_average_to_the_gradient_of_the_batch():
         ({"learning_rate": -1.0}, "learning_rate must be positive and finite, got -1.0"),
         ({"smoothness": float("nan")}, "smoothness must be positive and finite, got nan"),
         ({"learning_rate": 0.1, "alpha": 0.0}, "alpha must be positive and finite, or None, got 0.0"),
-        ({"learning_rate": 0.1, "momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
-        ({"learning_rate": 0.1, "weight_decay": -1.0}, "weight_decay must be finite and at least 0, got -1.0"),
+        ({"learning_rate": 0.1, "momentum": 1.0}, "momentum must be at least 0 and less than 1, or None, got 1.0"),
+        ({"learning_rate": 0.1, "weight_decay": -1.0}, "weight_decay must be at least 0 and finite, or None, got -1.0"),
         ({"learning_rate": 0.1, "estimator": "mean"}, "estimator must be one of .*, got 'mean'"),
-        ({"learning_rate": 0.1, "granularity": "group"}, "multi_transform"),
+        ({"learning_rate": 0.1, "granularity": "layer"}, "granularity must be one of 'global', .*, got 'layer'"),
+        ({"learning_rate": 0.1, "granularity": "group"}, "param_labels belongs to granularity=.*param_labels=None"),
+        ({"learning_rate": 0.1, "param_labels": "a"}, "param_labels belongs to granularity=.group., got .*'global'"),
+        ({"learning_rate": 0.1, "statistics": "both"}, "statistics must be one of 'direction', 'gradient', got 'both'"),
+        ({"learning_rate": 0.1, "kappa": 0.0}, "kappa must be positive and finite, got 0.0"),
+        (
+            {"learning_rate": 0.1, "kappa": 2.0, "alpha": 1.0},
+            "give alpha or kappa, not both: got alpha=1.0 and kappa=2.0",
+        ),
+        ({"learning_rate": 0.1, "averaging": -1}, "averaging must be at least 0 and finite, or None, got -1"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -309,14 +313,30 @@ def test_bad_gradients_are_named():
     with pytest.raises(ValueError, match="tree structure"):
         optimizer.update({"a": good["a"]}, state, params)
     with pytest.raises(ValueError, match="k >= 2"):
-        optimizer.update({"a": good["a"], "b": good["b"][None]}, state, params)
+        optimizer.update({**good, "b": good["b"][None]}, state, params)
     with pytest.raises(ValueError, match="k >= 2"):
         optimizer.update(tree(np.zeros((1, 6))), state, params)
     with pytest.raises(ValueError, match="not both"):
         optimizer.update(tree(np.zeros((2, 6))), state, params, others=good)
     with pytest.raises(ValueError, match="weight_decay needs the parameters"):
         optimizer.update(good, state)
-    with pytest.raises(TypeError, match="complex"):
-        optimizer.init(jnp.zeros(2, complex))
-    with pytest.raises(TypeError, match="learner"):
-        sgdol(0.1, learner="ftrl")
+    with pytest.raises(TypeError, match=r"params\['n'\] is int64; leave it out with optax.masked"):
+        optimizer.init({"n": jnp.zeros(2, int), "w": jnp.zeros(2)})
+    averaging = sgdol(0.1, averaging=8)
+    with pytest.raises(ValueError, match="averaging needs the parameters"):
+        averaging.update(good, averaging.init(params))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"learning_rate": "0.1"}, "learning_rate must be a number, positive and finite, got '0.1'"),
+        ({"learning_rate": True}, "learning_rate must be a number"),
+        ({"learning_rate": 0.1, "learner": "ftrl"}, "learner must be an object with initial, predict and observe"),
+        ({"learning_rate": 0.1, "learner": FTRL}, "learner must be an object"),
+        ({"learning_rate": 0.1, "record": 1}, "record must be True or False, got 1"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        sgdol(**arguments)

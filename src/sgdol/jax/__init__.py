@@ -19,7 +19,21 @@ True
 
 from __future__ import annotations
 
-from sgdol.jax._microbatch import microbatch_grads
-from sgdol.jax._sgdol import GRANULARITIES, ScaleBySGDOLState, scale_by_sgdol, sgdol
+from sgdol.jax._averaging import PolynomialAverageState, averaged_params
+from sgdol.jax._blocks import GRANULARITIES
+from sgdol.jax._core import ScaleBySGDOLState
+from sgdol.jax._diagnostics import diagnostics
+from sgdol.jax._microbatch import mean_of_microbatches, microbatch_grads
+from sgdol.jax._sgdol import scale_by_sgdol, sgdol
 
-__all__ = ["GRANULARITIES", "ScaleBySGDOLState", "microbatch_grads", "scale_by_sgdol", "sgdol"]
+__all__ = [
+    "GRANULARITIES",
+    "PolynomialAverageState",
+    "ScaleBySGDOLState",
+    "averaged_params",
+    "diagnostics",
+    "mean_of_microbatches",
+    "microbatch_grads",
+    "scale_by_sgdol",
+    "sgdol",
+]

@@ -1,58 +1,44 @@
 r"""SGDOL as an optax gradient transformation (Zhuang, Cutkosky and Orabona, ICML 2019).
 
-The way is one way: independent gradients -> (d, u, n) by :mod:`sgdol.surrogate` -> multiplier s by a learner of
-:mod:`sgdol.learners` -> update -lr s d. Blocks of coordinates that share a step size are a list of arrays: one scalar
-(``"global"``), one scalar per leaf (``"tensor"``) or one array per leaf (``"coordinate"``), and everything after the
-statistics is the same for the three.
+The way is one way: independent gradients (``_ways``) -> (d, u, n) of every block (``_draw``, ``_blocks``) -> multiplier
+s by a learner of :mod:`sgdol.learners` (``_core``) -> update -lr s d.
 """
+# No postponed annotations here: optax's own tests look at learning_rate's for its type.
 
-from __future__ import annotations
-
-import math
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from sgdol import surrogate
-from sgdol.learners import FTRL, Learner
+from sgdol.jax import _averaging
+from sgdol.jax._blocks import Granularity
+from sgdol.jax._checks import check_number
+from sgdol.jax._core import Core, ScaleBySGDOLState
+from sgdol.learners import Learner
 
-__all__ = ["GRANULARITIES", "Granularity", "ScaleBySGDOLState", "scale_by_sgdol", "sgdol"]
+__all__ = ["scale_by_sgdol", "sgdol"]
 
-Granularity = Literal["global", "tensor", "coordinate"]
-GRANULARITIES: tuple[str, ...] = get_args(Granularity)
-
-
-class ScaleBySGDOLState(NamedTuple):
-    """Everything that SGDOL remembers between two calls of ``update``."""
-
-    count: jax.Array  # type: ignore[assignment]  # optax's word for it; a tuple's method of that name is hidden
-    """How many updates were made; a call that only holds a gradient is none."""
-    pending: jax.Array
-    """Whether a gradient is held and waits for its partner."""
-    held: Any
-    """The held gradient, of the shape of the parameters; zeros when nothing is pending."""
-    learner: tuple[Any, ...]
-    """The learner's state, for each block."""
-    alpha: tuple[jax.Array, ...]
-    """alpha of each block; 0 as long as its default, the first squared direction, has not been seen."""
-    multiplier: tuple[jax.Array, ...]
-    """s_t = M eta_t of the last update, for each block; before the first, the multiplier that it will use."""
-    trace: Any
-    """The momentum m_t, of the shape of the parameters; empty without momentum."""
+Number = float | jax.Array
 
 
 def sgdol(
-    learning_rate: optax.ScalarOrSchedule | None = None,
+    learning_rate: optax.ScalarOrSchedule = None,
     *,
-    smoothness: float | jax.Array | None = None,
-    alpha: float | jax.Array | None = None,
+    smoothness: Number | None = None,
+    alpha: Number | None = None,
+    kappa: Number = 1.0,
     estimator: surrogate.Estimator = "symmetric",
     granularity: Granularity = "global",
-    momentum: float | jax.Array = 0.0,
-    weight_decay: float | jax.Array = 0.0,
+    param_labels: Any | Callable[[Any], Any] = None,
+    momentum: Number | None = None,
+    statistics: surrogate.MomentumStatistics = "direction",
+    weight_decay: Number | None = None,
+    averaging: Number | None = None,
     learner: Learner | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
+    record: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Stochastic gradient descent whose step size is learned online.
 
@@ -62,15 +48,25 @@ def sgdol(
     See :func:`scale_by_sgdol` for how ``update`` gets its independent gradients and for the other arguments.
 
     Args:
-        learning_rate: the base rate 1/M: half of the largest step size. A number, an array or a schedule.
+        learning_rate: the base rate 1/M: half of the largest step size. A number, an array or a schedule, which is a
+            function of the number of calls of ``update``, those that only hold a gradient included.
         smoothness: M, instead of ``learning_rate``; give one of the two.
-        alpha: how strongly to hold on to the base rate, in units of a squared gradient norm; None for the first
-            squared direction.
+        alpha: how strongly to hold on to the base rate, in units of a squared gradient norm, in each block; None for
+            kappa times the first squared direction.
+        kappa: how strongly to hold on to the base rate if alpha is None, positive: 10 for nets, 1 for noisy convex
+            problems.
         estimator: ``"symmetric"`` or ``"paper"`` (Algorithm 1 to the letter).
-        granularity: ``"global"``, ``"tensor"`` or ``"coordinate"``.
-        momentum: beta, in [0, 1).
-        weight_decay: lambda of an l2 penalty lambda/2 ||x||^2 that is part of the objective; at least 0.
+        granularity: ``"global"``, ``"group"``, ``"tensor"`` or ``"coordinate"``.
+        param_labels: which group each parameter is in.
+        momentum: beta, in [0, 1); None for none.
+        statistics: with momentum, whether (u, n) are those of the ``"direction"`` or of the ``"gradient"``.
+        weight_decay: decoupled: :math:`x \leftarrow x - \eta_t (d_t + \mathrm{weight\_decay} \cdot x)`; None for none.
+        averaging: the power a of a polynomial average of the iterates, for :func:`sgdol.jax.averaged_params`; 8 is a
+            good one; None for no average. It follows params + updates as they leave this transformation, so in a
+            chain nothing that changes updates may come after it.
         learner: the online learner of the step size; None for FTRL, the paper's.
+        axis_name: of the devices under ``shard_map`` or ``pmap``, each of which has gradients of its own.
+        record: keep the sums for :func:`sgdol.jax.diagnostics`, a few numbers.
 
     >>> import jax.numpy as jnp
     >>> optimizer = sgdol(smoothness=4.0, alpha=1.0)
@@ -89,33 +85,64 @@ def sgdol(
         given = "neither" if learning_rate is None else f"{learning_rate!r} and {smoothness!r}"
         raise ValueError(f"give learning_rate or smoothness (1 / learning_rate), exactly one of the two, got {given}")
     if smoothness is not None:
-        _check("smoothness", smoothness, lambda m: m > 0, "positive and finite")
-        rate: optax.ScalarOrSchedule = 1.0 / smoothness
-    else:
-        if not callable(learning_rate):
-            _check("learning_rate", learning_rate, lambda rate: rate > 0, "positive and finite")
-        rate = learning_rate
-    return optax.chain(
-        scale_by_sgdol(
-            alpha=alpha,
-            estimator=estimator,
-            granularity=granularity,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            learner=learner,
-        ),
-        optax.scale_by_learning_rate(rate),
+        check_number("smoothness", smoothness, lambda m: m > 0, "positive and finite")
+        learning_rate = 1.0 / smoothness
+    elif not callable(learning_rate):
+        check_number("learning_rate", learning_rate, lambda rate: rate > 0, "positive and finite")
+    if averaging is not None:
+        check_number("averaging", averaging, lambda a: a >= 0, "at least 0 and finite, or None")
+    core = Core(
+        alpha=alpha,
+        kappa=kappa,
+        estimator=estimator,
+        granularity=granularity,
+        param_labels=param_labels,
+        momentum=momentum,
+        statistics=statistics,
+        weight_decay=weight_decay,
+        learner=learner,
+        axis_name=axis_name,
+        record=record,
     )
+    rates = optax.scale_by_learning_rate(learning_rate)
+
+    def rate(state: Any) -> Any:
+        return learning_rate(state.count) if callable(learning_rate) else learning_rate
+
+    def init(params: Any) -> tuple[Any, ...]:
+        after = rates.init(params)
+        average = () if averaging is None else (_averaging.start(params),)
+        return (core.init(params, rate(after)), after, *average)
+
+    def update(
+        updates: Any, state: tuple[Any, ...], params: Any = None, *, others: Any = None, **extra: Any
+    ) -> tuple[Any, tuple[Any, ...]]:
+        del extra
+        if averaging is not None and params is None:
+            raise ValueError("averaging needs the parameters: call update(grads, state, params)")
+        scaled, new = core.update(updates, state[0], params, others, rate(state[1]))
+        updates, after = rates.update(scaled, state[1], params)
+        if averaging is None:
+            return updates, (new, after)
+        moved = new.count > state[0].count
+        return updates, (new, after, _averaging.follow(state[2], params, updates, averaging, new.count, moved))
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def scale_by_sgdol(
     *,
-    alpha: float | jax.Array | None = None,
+    alpha: Number | None = None,
+    kappa: Number = 1.0,
     estimator: surrogate.Estimator = "symmetric",
     granularity: Granularity = "global",
-    momentum: float | jax.Array = 0.0,
-    weight_decay: float | jax.Array = 0.0,
+    param_labels: Any | Callable[[Any], Any] = None,
+    momentum: Number | None = None,
+    statistics: surrogate.MomentumStatistics = "direction",
+    weight_decay: Number | None = None,
     learner: Learner | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
+    record: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Turn independent gradients at one point into :math:`s_t d_t`, direction times learned multiplier.
 
@@ -127,203 +154,62 @@ def scale_by_sgdol(
     3. ``update(stacked, state)``: k >= 2 gradients stacked along a new first axis of *every* leaf, which therefore has
        exactly one axis more than the parameter has, as :func:`sgdol.jax.microbatch_grads` makes them.
 
-    The gradients of a pair must come from different samples: equal ones turn SGDOL into SGD with the step size 1/M.
-    After way 2 or 3 moved the parameters, a gradient that was held before is out of date and is dropped.
-    A gradient that is not finite is not counted: the update is zero and the sums stay as they were.
+    The gradients of a pair must come from different samples: equal ones turn SGDOL into SGD with the step size 1/M, and
+    ``identical`` in :func:`sgdol.jax.diagnostics` counts them. After way 2 or 3 moved the parameters, a gradient that
+    was held before is out of date and is dropped. If any gradient of an update is not finite, the update is zero, the
+    sums stay as they were, and a held gradient is dropped.
+
+    **Data parallel.** With ``axis_name``, inside ``shard_map`` or ``pmap``, each device gives ``update`` its *own*
+    gradients in any of the three ways, not yet averaged, and k is their number over all devices: one gradient on
+    each of two or more devices is enough for an update. What is communicated is the mean of the gradients and one
+    number per block. All devices return the same updates and the same state. With ``estimator="paper"`` the devices'
+    gradients are averaged first and count as one.
+
+    **Wrappers.** ``optax.MultiSteps`` hands over the mean of its mini-steps as one gradient: calls alternate between
+    such means, and ``others`` is the last mini-step's alone; it cannot accumulate stacked gradients. Where only a part
+    of the parameters is optimized (``optax.masked``, ``optax.partition``), ``others`` may have all of them.
+    ``optax.inject_hyperparams`` takes callables for schedules: name ``param_labels`` in its ``static_args`` if it is
+    one.
 
     Args:
-        alpha: the regulariser's alpha in every block, positive; None for the first non-zero squared direction, of which
-            each block gets its even share by size.
+        alpha: the regulariser's alpha in every block, positive; None for kappa times the first non-zero squared
+            direction, of which each block gets its even share by size.
+        kappa: see alpha; positive.
         estimator: ``"symmetric"``: d is the mean and u the mean of the cross products. ``"paper"``: d = ``grads`` (or
             the first of the stack) and u = <grads, others>.
-        granularity: what shares a step size: ``"global"``, everything; ``"tensor"``, each leaf; ``"coordinate"``,
-            nothing. For one step size per group of parameters, give each its own transformation with
-            ``optax.multi_transform``.
-        momentum: beta, in [0, 1): d is the bias-corrected exponential mean of the directions, and u its unbiased signal
-            (:func:`sgdol.surrogate.momentum_signal`).
-        weight_decay: lambda of an l2 penalty; needs ``params`` in ``update``.
+        granularity: what shares a step size: ``"global"``, everything; ``"group"``, the parameters with the same label;
+            ``"tensor"``, each leaf; ``"coordinate"``, nothing (section 6 of the paper).
+        param_labels: for ``"group"``, as in ``optax.partition``: a tree of labels that is a prefix of the parameters'
+            tree, or a function of a tree like the parameters that returns one.
+        momentum: beta, in [0, 1): the direction is m_t / (1 - beta^t), m_t = beta m_{t-1} + (1 - beta) gbar_t.
+        statistics: with momentum, ``"direction"``: (u, n) of the momentum direction, with its unbiased signal
+            (:func:`sgdol.surrogate.momentum_signal`); ``"gradient"``: those of the gradients, which shows noise that
+            the momentum hides.
+        weight_decay: decoupled, scaled by the learned multiplier; needs ``params`` in ``update``. It decays nothing
+            while a gradient is held. ``optax.chain(optax.add_decayed_weights(c), sgdol(...))`` is an l2 penalty
+            instead, part of the objective and of the statistics, for ways 1 and 3.
         learner: an online learner of multipliers (:class:`sgdol.learners.Learner`); None for FTRL.
+        axis_name: one name, or several, of the devices.
+        record: keep the sums for :func:`sgdol.jax.diagnostics`.
     """
-    if alpha is not None:
-        _check("alpha", alpha, lambda a: a > 0, "positive and finite, or None")
-    _check("momentum", momentum, lambda beta: 0 <= beta < 1, "in [0, 1)")
-    _check("weight_decay", weight_decay, lambda decay: decay >= 0, "finite and at least 0")
-    if estimator not in surrogate.ESTIMATORS:
-        raise ValueError(f"estimator must be one of {surrogate.ESTIMATORS}, got {estimator!r}")
-    if granularity not in GRANULARITIES:
-        hint = '; for "group", give each group its own sgdol with optax.multi_transform' * (granularity == "group")
-        raise ValueError(f"granularity must be one of {GRANULARITIES}, got {granularity!r}{hint}")
-    if learner is not None and not isinstance(learner, Learner):
-        raise TypeError(f"learner must have initial, predict and observe (sgdol.learners), got {learner!r}")
-    player: Learner = FTRL() if learner is None else learner
-    with_momentum = not _is_number(momentum) or momentum != 0
-    with_decay = not _is_number(weight_decay) or weight_decay != 0
-
-    def init(params: Any) -> ScaleBySGDOLState:
-        leaves = jax.tree.leaves(params)
-        for leaf in leaves:
-            if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-                raise TypeError("complex parameters need optax.contrib.split_real_and_imaginary around this optimizer")
-        zeros = _zeros(leaves)
-        states = tuple(player.initial(zero) for zero in zeros)
-        alphas = tuple(zero if alpha is None else zero + alpha for zero in zeros)
-        return ScaleBySGDOLState(
-            count=jnp.zeros((), jnp.int32),
-            pending=jnp.zeros((), bool),
-            held=optax.tree.zeros_like(params),
-            learner=states,
-            alpha=alphas,
-            multiplier=tuple(player.predict(s, a) for s, a in zip(states, alphas, strict=True)),
-            trace=jax.tree.map(lambda p: jnp.zeros_like(p, dtype=_wide(p)), params) if with_momentum else (),
-        )
+    core = Core(
+        alpha=alpha,
+        kappa=kappa,
+        estimator=estimator,
+        granularity=granularity,
+        param_labels=param_labels,
+        momentum=momentum,
+        statistics=statistics,
+        weight_decay=weight_decay,
+        learner=learner,
+        axis_name=axis_name,
+        record=record,
+    )
 
     def update(
         updates: Any, state: ScaleBySGDOLState, params: Any = None, *, others: Any = None, **extra: Any
     ) -> tuple[Any, ScaleBySGDOLState]:
         del extra
-        if not jax.tree.leaves(state.held):  # a mask can leave nothing
-            return updates, state
-        stacked = _is_stacked(updates, state.held)
-        if others is not None:
-            if stacked or _is_stacked(others, state.held, "others"):
-                raise ValueError("others completes one gradient: give either others or stacked gradients, not both")
-            gradients = jax.tree.map(lambda a, b: jnp.stack([a, b]), updates, others)
-        elif stacked:
-            gradients = updates
-        else:
-            gradients = jax.tree.map(lambda a, b: jnp.stack([a, b]), state.held, updates)
-        if with_decay:
-            if params is None:
-                raise ValueError("weight_decay needs the parameters: call update(grads, state, params)")
-            gradients = jax.tree.map(lambda g, p: g + (weight_decay * p).astype(g.dtype), gradients, params)
+        return core.update(updates, state, params, others)
 
-        scaled, completed = complete(gradients, state)
-        if others is not None or stacked:
-            return scaled, completed
-        arrived = _all_finite(updates)
-        complete_now = state.pending & arrived
-        hold_now = ~state.pending & arrived
-        new = _select(complete_now, completed, state)
-        return (
-            _select(complete_now, scaled, optax.tree.zeros_like(scaled)),
-            new._replace(
-                pending=jnp.where(arrived, ~state.pending, state.pending),
-                held=_select(hold_now, updates, new.held),
-            ),
-        )
-
-    def complete(gradients: Any, state: ScaleBySGDOLState) -> tuple[Any, ScaleBySGDOLState]:
-        """One update from the k gradients stacked in every leaf."""
-        leaves, tree = jax.tree.flatten(gradients)
-        wide = [leaf.astype(_wide(leaf)) for leaf in leaves]
-        blocks: Literal["coordinate"] | None = "coordinate" if granularity == "coordinate" else None
-        each = [surrogate.statistics(leaf, estimator=estimator, blocks=blocks) for leaf in wide]
-        directions, us, ns = ([s.direction for s in each], [s.u for s in each], [s.n for s in each])
-        trace = state.trace
-        if with_momentum:
-            correction = [1 - momentum ** (state.count.astype(d.dtype) + 1) for d in directions]
-            before = jax.tree.leaves(state.trace)
-            crosses = [m * g if blocks else jnp.sum(m * g) for m, g in zip(before, directions, strict=True)]
-            us = [
-                surrogate.momentum_signal(cross, u, momentum, c)
-                for cross, u, c in zip(crosses, us, correction, strict=True)
-            ]
-            after = [momentum * m + (1 - momentum) * g for m, g in zip(before, directions, strict=True)]
-            directions = [m / c for m, c in zip(after, correction, strict=True)]
-            ns = [d * d if blocks else jnp.sum(d * d) for d in directions]
-            trace = jax.tree.unflatten(tree, after)
-        if granularity == "global":
-            us, ns = [sum(us)], [sum(ns)]
-        zeros = _zeros(directions)
-        us = [u.astype(zero.dtype) for u, zero in zip(us, zeros, strict=True)]
-        ns = [n.astype(zero.dtype) for n, zero in zip(ns, zeros, strict=True)]
-
-        multipliers = [player.predict(s, a) for s, a in zip(state.learner, state.alpha, strict=True)]
-        alphas = state.alpha if alpha is not None else _share(state.alpha, ns, [d.size for d in directions])
-        new = ScaleBySGDOLState(
-            count=optax.safe_increment(state.count),
-            pending=jnp.zeros((), bool),
-            held=optax.tree.zeros_like(state.held),
-            learner=tuple(
-                player.observe(s, m, u, n, a)
-                for s, m, u, n, a in zip(state.learner, multipliers, us, ns, alphas, strict=True)
-            ),
-            alpha=tuple(alphas),
-            multiplier=tuple(multipliers),
-            trace=trace,
-        )
-        factors = multipliers * len(leaves) if granularity == "global" else multipliers
-        scaled = [(m * d).astype(leaf.dtype) for m, d, leaf in zip(factors, directions, leaves, strict=True)]
-        # Squares of a finite gradient may overflow, and one infinite sum would end the learning for ever.
-        finite = jnp.isfinite(sum(jnp.sum(u) for u in us) + sum(jnp.sum(n) for n in ns))
-        unchanged = state._replace(pending=new.pending, held=new.held)
-        updates = jax.tree.unflatten(tree, [jnp.where(finite, leaf, jnp.zeros_like(leaf)) for leaf in scaled])
-        return updates, _select(finite, new, unchanged)
-
-    def _zeros(leaves: list[Any]) -> list[jax.Array]:
-        """A zero for each block, in a type that sums can be kept in."""
-        if granularity == "global":
-            return [jnp.zeros((), jnp.result_type(jnp.float32, *(_wide(leaf) for leaf in leaves)))]
-        return [jnp.zeros(() if granularity == "tensor" else jnp.shape(leaf), _wide(leaf)) for leaf in leaves]
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _share(alphas: tuple[jax.Array, ...], ns: list[jax.Array], sizes: list[int]) -> list[jax.Array]:
-    """The default alpha: the first non-zero squared direction, to each block its even share by size."""
-    total = sum(jnp.sum(n) for n in ns)
-    unset = jnp.max(alphas[0]) == 0
-    if len(ns) == 1 and ns[0].ndim == 0:
-        shares = [jnp.ones(())]
-    else:
-        shares = [jnp.asarray(size if n.ndim == 0 else 1) / sum(sizes) for n, size in zip(ns, sizes, strict=True)]
-    return [
-        jnp.where(unset, jnp.broadcast_to((total * s).astype(a.dtype), a.shape), a)
-        for a, s in zip(alphas, shares, strict=True)
-    ]
-
-
-def _is_stacked(gradients: Any, like: Any, name: str = "updates") -> bool:
-    """Whether every leaf has one leading axis more than its parameter; an error for anything but all or none."""
-    given: Any = jax.tree.structure(gradients)
-    expected: Any = jax.tree.structure(like)
-    if given != expected:
-        raise ValueError(f"{name} must have the tree structure of the parameters, {expected}, got {given}")
-    pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(like), strict=True)
-    shapes = [(jnp.shape(gradient), jnp.shape(parameter)) for gradient, parameter in pairs]
-    if all(g == p for g, p in shapes):
-        return False
-    counts = {g[0] for g, p in shapes if g[1:] == p and len(g) == len(p) + 1}
-    if len(counts) == 1 and min(counts) >= 2 and all(g[1:] == p and len(g) == len(p) + 1 for g, p in shapes):
-        return True
-    raise ValueError(
-        f"every leaf of {name} must have the shape of its parameter, or every leaf that shape after one new first axis "
-        f"of the same length k >= 2; got (gradient, parameter) shapes {shapes}"
-    )
-
-
-def _select(condition: jax.Array, yes: Any, no: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
-
-
-def _all_finite(tree: Any) -> jax.Array:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
-
-
-def _wide(leaf: Any) -> Any:
-    """The type to keep sums in: float32 or wider."""
-    return jnp.result_type(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf), jnp.float32)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
-def _check(name: str, value: Any, allowed: Any, words: str) -> None:
-    """Refuse a bad number. Arrays are let through: under jit, vmap or inject_hyperparams their values are unknown."""
-    if isinstance(value, jax.Array):
-        return
-    if not _is_number(value) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, {words}, got {value!r}")
-    if not (math.isfinite(value) and allowed(value)):
-        raise ValueError(f"{name} must be {words}, got {value!r}")
+    return optax.GradientTransformationExtraArgs(core.init, update)

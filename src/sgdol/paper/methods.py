@@ -184,9 +184,9 @@ def _sgdol_step_size(hyperparameters: Hyperparameters, state: Any) -> jax.Array:
     A coordinate whose feature never occurs keeps 1/M, so an unweighted mean would not show what the method does.
     """
     inner: ScaleBySGDOLState = state[0]
-    (multiplier,) = inner.multiplier
+    multiplier = inner.multiplier
     if multiplier.ndim:
-        multiplier = _weighted_mean(multiplier, inner.learner[0].n_sum)
+        multiplier = _weighted_mean(multiplier, inner.learner.n_sum)
     return multiplier / hyperparameters["smoothness"]
 
 
@@ -203,7 +203,7 @@ def _weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
 
 def _sgdol(granularity: Literal["global", "coordinate"]) -> Callable[..., optax.GradientTransformationExtraArgs]:
     def build(smoothness: Any, alpha: Any) -> optax.GradientTransformationExtraArgs:
-        return sgdol(smoothness=smoothness, alpha=alpha, estimator="paper", granularity=granularity)
+        return sgdol(smoothness=smoothness, alpha=alpha, estimator="paper", granularity=granularity, record=False)
 
     return build
 

@@ -1,0 +1,56 @@
+"""What the optimizer has learned, from its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgdol.jax import _record
+from sgdol.jax._core import ScaleBySGDOLState
+from sgdol.jax._search import find
+
+__all__ = ["diagnostics"]
+
+
+def diagnostics(state: Any) -> dict[str, Any]:
+    r"""What the optimizer has learned, as plain numbers. Reads them from the device, so not for every step.
+
+    The words are those of the PyTorch optimizer's ``diagnostics()``:
+
+    * ``step_size``: eta of the last update, as a list: for ``"group"`` one per label, in the order in which the labels
+      first occur; else one (for ``"tensor"`` and ``"coordinate"`` the length of the move over that of the direction).
+      Without the base rate, in the state of :func:`scale_by_sgdol` alone, it is the multiplier.
+    * ``signal_to_noise``: :math:`\sum u / \sum (n - u)` over the recent updates: signal and noise of the direction.
+    * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have as
+      much signal as noise. Times the microbatch size it is the "simple" one of McCandlish et al. (2018).
+    * ``updates``, ``skipped`` (non-finite gradients), ``gradients`` (k of the last update), ``pending``.
+    * ``identical``: how many updates were given the same gradient twice. Unless the objective has no noise, that is a
+      mistake: draw a fresh batch for every gradient, split a batch with :func:`sgdol.jax.microbatch_grads`, and give
+      each device its own data.
+    * ``cumulative_surrogate``: :math:`\sum_t \ell_t(\eta_t)`, which bounds the change of f in expectation.
+    * ``regret``: that minus what the best fixed multiple of lr would have had, for all blocks the same.
+
+    Args:
+        state: the state of an optimizer that has one SGDOL in it, however deep; with ``optax.partition``, the part of
+            the state that belongs to one of several. Of a state that ``vmap`` made, all values are arrays.
+
+    Raises:
+        ValueError: if there is none or more than one, or if it keeps no record.
+
+    >>> import jax.numpy as jnp
+    >>> from sgdol.jax import sgdol
+    >>> optimizer = sgdol(learning_rate=0.1)
+    >>> _, state = optimizer.update(jnp.array([[1.0, 2.0], [3.0, -1.0]]), optimizer.init(jnp.zeros(2)))
+    >>> now = diagnostics(state)
+    >>> now["updates"], now["gradients"], round(now["step_size"][0], 6)
+    (1, 2, 0.1)
+    """
+    found = find(state, ScaleBySGDOLState)
+    if len(found) != 1:
+        paths = ", ".join(f"state{path}" for path, _ in found) or f"none in {type(state).__name__}"
+        raise ValueError(
+            f"diagnostics needs a state with one SGDOL in it; give one of several by itself. Found: {paths}"
+        )
+    inner: ScaleBySGDOLState = found[0][1]
+    if not isinstance(inner.record, _record.Record):
+        raise ValueError("this optimizer keeps no record: it was constructed with record=False")
+    return _record.report(inner.record, inner.count, inner.pending)

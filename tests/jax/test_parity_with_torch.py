@@ -1,0 +1,173 @@
+"""The two front ends on the same gradients, in float64, to 1e-12."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from sgdol import SGDOL
+from sgdol.jax import averaged_params, diagnostics, sgdol
+
+SHAPES = [(3,), (2, 2), ()]
+ENDS = [3, 7]
+LABELS = ["first", "second", "second"]
+T, D, LR = 16, 8, 0.25
+GRANULARITIES = ["global", "group", "tensor", "coordinate"]
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_in_a_hurry():
+    """There are many programs here, and each runs for a few steps."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def vectors(k, seed=0):
+    """Gradients that agree, then oppose each other, then are noisy, in scales that vary."""
+    rng = np.random.default_rng(seed)
+    mean, noise = rng.normal(size=D), rng.normal(size=(T, k, D))
+    g = np.exp(rng.normal(size=(T, 1, 1))) * (mean + np.linspace(0.1, 3, T)[:, None, None] * noise)
+    g[5:8, 0] = -2 * mean
+    return g
+
+
+X = np.random.default_rng(7).normal(size=D)
+
+
+def parts(vector):
+    """Eight numbers along the last axis as a vector, a matrix and a scalar."""
+    vector = np.asarray(vector)
+    pieces = np.split(vector, ENDS, axis=-1)
+    return [p.reshape((*vector.shape[:-1], *shape)) for p, shape in zip(pieces, SHAPES, strict=True)]
+
+
+def flat(leaves):
+    return np.concatenate([np.asarray(leaf).reshape(-1) for leaf in leaves])
+
+
+def torch_run(recorded, alternating, **options):
+    """The iterates after every step(), and the optimizer and its parameters."""
+    params = [torch.nn.Parameter(torch.tensor(x)) for x in parts(X)]
+    opt = SGDOL([{"params": params[:1]}, {"params": params[1:]}], lr=LR, **options)
+    iterates = []
+    for step in recorded:
+        for i, gradient in enumerate(step):
+            scale = 1 if alternating else len(step)
+            sum((p * torch.tensor(g)).sum() / scale for p, g in zip(params, parts(gradient), strict=True)).backward()
+            if alternating or i == len(step) - 1:
+                opt.step()
+                opt.zero_grad()
+                iterates.append(flat([p.detach() for p in params]))
+    return np.array(iterates), opt, params
+
+
+def jax_run(recorded, alternating, averaging=None, **static):
+    """A compiled function of the hyperparameters that may be traced, which gives the iterates and the last state."""
+    if static.get("granularity") == "group":
+        static["param_labels"] = LABELS
+    calls = parts(recorded.reshape(-1, D) if alternating else recorded)
+
+    @jax.jit
+    def run(**traced):
+        optimizer = sgdol(LR, averaging=averaging, **static, **traced)
+
+        def step(carry, gradient):
+            params, state = carry
+            updates, state = optimizer.update(gradient, state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, state), jnp.concatenate([p.reshape(-1) for p in params])
+
+        params = [jnp.asarray(x) for x in parts(X)]
+        (params, state), path = jax.lax.scan(step, (params, optimizer.init(params)), [jnp.asarray(c) for c in calls])
+        return path, params, state
+
+    return run
+
+
+@pytest.mark.parametrize("alternating", [True, False], ids=["alternating", "k=4"])
+@pytest.mark.parametrize("statistics", ["direction", "gradient"])
+@pytest.mark.parametrize("estimator", ["symmetric", "paper"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_the_same_iterates(granularity, estimator, statistics, alternating):
+    """For every momentum x weight decay x kappa; without momentum there is no choice of statistics."""
+    recorded = vectors(2 if alternating else 4)
+    options = {"granularity": granularity, "estimator": estimator, "statistics": statistics}
+    run = jax_run(recorded, alternating, **options)
+    momenta = [0.9] if statistics == "gradient" else [0.0, 0.9]
+    for momentum, decay, kappa in itertools.product(momenta, [0.0, 0.1], [1.0, 10.0]):
+        more = {"momentum": momentum, "weight_decay": decay, "kappa": kappa}
+        expected, _, _ = torch_run(recorded, alternating, **options, **more)
+        path, _, _ = run(**jax.tree.map(jnp.asarray, more))
+        np.testing.assert_allclose(path, expected, rtol=0, atol=1e-12, err_msg=str(more))
+        assert np.ptp(expected, axis=0).max() > 0.5  # it went somewhere
+
+
+@pytest.mark.parametrize("alternating", [True, False], ids=["alternating", "k=4"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_non_finite_gradients_are_skipped_alike(granularity, alternating):
+    recorded = vectors(2 if alternating else 4)
+    recorded[3, 0, 2], recorded[6, 1, 7], recorded[9, :, 0] = np.nan, np.inf, -np.inf
+    expected, opt, _ = torch_run(recorded, alternating, granularity=granularity, momentum=0.9)
+    path, _, state = jax_run(recorded, alternating, granularity=granularity, momentum=0.9)()
+    np.testing.assert_allclose(path, expected, rtol=0, atol=1e-12)
+    assert diagnostics(state)["skipped"] == opt.diagnostics()["skipped"] == 3
+
+
+@pytest.mark.parametrize("statistics", ["direction", "gradient"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_diagnostics_say_the_same_in_the_same_words(granularity, statistics):
+    options = {"granularity": granularity, "momentum": 0.5, "statistics": statistics}
+    _, opt, _ = torch_run(vectors(4), alternating=False, **options)
+    _, _, state = jax_run(vectors(4), alternating=False, **options)()
+    expected, now = opt.diagnostics(), diagnostics(state)
+    assert set(expected) <= set(now)
+    if granularity != "group":  # there are two groups in torch, and no groups here
+        weights = expected.pop("step_size"), now.pop("step_size")
+        assert min(weights[0]) * (1 - 1e-12) <= weights[1][0] <= max(weights[0]) * (1 + 1e-12)
+    for name, value in expected.items():
+        np.testing.assert_allclose(now[name], value, rtol=1e-10, err_msg=name)
+
+
+@pytest.mark.parametrize("alternating", [True, False], ids=["alternating", "k=4"])
+def test_the_same_average(alternating):
+    recorded = vectors(2 if alternating else 4)
+    recorded[3, 0, 2] = np.nan
+    _, opt, params = torch_run(recorded, alternating, averaging=8, weight_decay=0.1)
+    _, x, state = jax_run(recorded, alternating, averaging=8, weight_decay=0.1)()
+    with opt.averaged():
+        expected = flat([p.detach() for p in params])
+    np.testing.assert_allclose(flat(averaged_params(state, x)), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("granularity", ["global", "coordinate"])
+def test_complex_parameters_move_alike(granularity):
+    """A complex number is two real ones in both. The gradient is torch's, the conjugate of what jax.grad gives."""
+    rng = np.random.default_rng(0)
+    recorded = rng.normal(size=(12, 3, 2)) + 1j * rng.normal(size=(12, 3, 2))
+    options = {"granularity": granularity, "momentum": 0.5, "weight_decay": 0.1}
+    z = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex128))
+    opt = SGDOL([z], lr=LR, **options)
+    optimizer = sgdol(LR, **options)
+    params = jnp.zeros(2, complex)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for step in recorded:
+        for gradient in step:
+            (torch.tensor(gradient.conj()) * z).real.sum().div(3).backward()
+        opt.step()
+        opt.zero_grad()
+        updates, state = update(jnp.asarray(step), state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(params, z.detach().numpy(), rtol=0, atol=1e-12)
