@@ -2,8 +2,9 @@
 
 A learning rate is tuned per problem, on the grid ``unit * 10^k`` for k in ``GRID``, with the tuning seed, for the last
 iterate and the average separately; while the best is at an edge of the grid, the grid grows there by another decade, at
-most ``EXTENSIONS`` times. What is reported are the runs with the tuned learning rate on the other seeds. A method
-without a learning rate, or at its default, is run on those seeds alone.
+most ``EXTENSIONS`` times: every tuned learning rate is better than those ten times smaller and larger. What is reported
+are the runs with the tuned learning rate on the other seeds. A method without a learning rate, or at its default, is
+run on those seeds alone.
 
 Every run is kept in a file of its own, written whole or not at all, named after everything that makes its numbers: the
 problem, the method and its version, the learning rate, the seed, the budget, and the code of the objectives and of the
@@ -39,8 +40,8 @@ from benchmarks.quality.training import Outcome, Result
 
 __all__ = ["Cache", "Line", "Settings", "measure", "measure_all"]
 
-GRID = (-3, -2, -1, 0, 1)
-EXTENSIONS = 3
+GRID = (-2, -1, 0)
+EXTENSIONS = 4
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,9 @@ class Method:
         }
 
 
+SGDOL_MOMENTUM = (("direction", 1), ("direction", 10), ("gradient", 1))
+"""Statistics and kappa of SGDOL with momentum: the default, and each changed alone."""
+
 _A = AVERAGING_POWER
 _OURS: dict[str, Any] = {"optimizer": "sgdol:SGDOL", "package": "sgdol", "rate": "gradient", "parts": 2}
 
@@ -137,8 +140,7 @@ METHODS: tuple[Method, ...] = (
             averaging="optimizer",
             **_OURS,
         )
-        for statistics in ("direction", "gradient")
-        for kappa in (1, 10)
+        for statistics, kappa in SGDOL_MOMENTUM
     ),
     Method("sgdol-free", "sgdol:SGDOLFree", package="sgdol", parts=2, averaging="optimizer", closure=True),
 )
@@ -204,12 +206,11 @@ def contenders() -> list[Contender]:
         Contender("SGDOL", get("sgdol"), "last", True),
         Contender("SGDOL + averaging", get("sgdol"), "average", True),
     ]
-    for statistics in ("direction", "gradient"):
-        for kappa in (1, 10):
-            method = get(f"sgdol-momentum-{statistics}-kappa{kappa}")
-            about = f"({statistics}, kappa {kappa})"
-            lines.append(Contender(f"SGDOL + momentum {about}", method, "last", True))
-            lines.append(Contender(f"SGDOL + momentum + averaging {about}", method, "average", True))
+    for statistics, kappa in SGDOL_MOMENTUM:
+        method = get(f"sgdol-momentum-{statistics}-kappa{kappa}")
+        about = f"({statistics}, kappa {kappa})"
+        lines.append(Contender(f"SGDOL + momentum {about}", method, "last", True))
+        lines.append(Contender(f"SGDOL + momentum + averaging {about}", method, "average", True))
     lines += [
         Contender("Adam, lr 1e-3", get("adam"), "last"),
         Contender("Adam + averaging, lr 1e-3", get("adam"), "average"),

@@ -189,9 +189,7 @@ def _effects() -> list[tuple[str, str, str]]:
         ("learned step size, to SGD + momentum + averaging", OURS, "SGD + momentum + averaging"),
         ("the same, kappa 10", momentum("direction", 10), "SGD + momentum + averaging"),
         ("the same, statistics of the gradient", momentum("gradient", 1), "SGD + momentum + averaging"),
-        ("the same, both", momentum("gradient", 10), "SGD + momentum + averaging"),
-        ("statistics of the gradient instead of the direction, kappa 1", momentum("gradient", 1), OURS),
-        ("the same, kappa 10", momentum("gradient", 10), momentum("direction", 10)),
+        ("statistics of the gradient instead of the direction", momentum("gradient", 1), OURS),
         ("kappa 10 instead of 1", momentum("direction", 10), OURS),
     ]
 

@@ -157,7 +157,7 @@ def test_tuning_finds_the_best_inside_the_grid_and_grows_it_at_an_edge():
         return abs(math.log10(rate) - 3)
 
     assert tune(score, unit=1.0, settings=Settings()) == (1e3, False)
-    assert seen == [1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0, 1e3, 1e4]
+    assert seen == [1e-2, 1e-1, 1.0, 10.0, 100.0, 1e3, 1e4]
 
 
 def test_tuning_goes_down_if_everything_diverged_and_says_that_it_is_at_an_edge():

@@ -197,6 +197,19 @@ def test_the_units_of_a_rescaled_problem_are_rescaled(name: str) -> None:
     assert problem.scales.step == pytest.approx(base.scales.step * z, rel=1e-9)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_few_small_steps_of_sgd_lower_the_loss(name: str) -> None:
+    """Also on the held-out half, of which nothing else is looked at before it is reported."""
+    instance = get_problem(name).make(seed=0, steps=15)
+    before = instance.objective.evaluate().loss
+    optimizer = torch.optim.SGD(instance.parameters(), lr=1e-3 * instance.problem.scales.gradient, momentum=0.9)
+    for step in range(15):
+        optimizer.zero_grad()
+        instance.loss(step).backward()
+        optimizer.step()
+    assert instance.objective.evaluate().loss < before
+
+
 FINGERPRINT = """
 import hashlib, torch
 from benchmarks.quality import get_problem
