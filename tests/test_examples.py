@@ -34,6 +34,14 @@ def test_ddp_trains_with_two_gradients_per_update():
     assert "2 gradients per update" in output
 
 
+def test_fsdp_trains_and_resumes_from_a_checkpoint():
+    """Three epochs of 47 updates are saved; twice as many microbatches per update as there are ranks."""
+    output = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "fsdp.py"))
+    assert accuracies(output)[-1] > 0.9
+    assert "4 gradients per update" in output
+    assert "resumed after 141 updates" in output
+
+
 def test_resuming_is_exact():
     output = run(str(EXAMPLES / "save_and_resume.py"))
     assert "in the middle of a pair: True" in output
@@ -59,6 +67,6 @@ def test_tensorboard_gets_the_history_and_a_figure_is_drawn(tmp_path):
 
 
 def test_every_example_is_tested():
-    tested = {"ordinary_loop", "microbatches", "ddp", "save_and_resume"}
+    tested = {"ordinary_loop", "microbatches", "ddp", "fsdp", "save_and_resume"}
     tested |= {"lightning_digits", "huggingface_digits", "accelerate_digits", "tensorboard_digits"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested

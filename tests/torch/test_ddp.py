@@ -1,6 +1,7 @@
 """DistributedDataParallel with gloo: equality over ranks to the bit, with one process to rounding."""
 
 import itertools
+import warnings
 from contextlib import nullcontext
 from unittest import mock
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from sgdol import SGDOL
@@ -16,8 +19,21 @@ STEPS = 6
 BATCH = 4
 
 
-def model(seed: int = 0) -> torch.nn.Module:
+class Branches(torch.nn.Module):
+    """One layer is used for some batches, another one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (torch.nn.Linear(5, 1) for _ in range(3))
+
+    def forward(self, x):
+        return self.always(x) + self.sometimes(x) if bool(x[0, 0] > 0) else self.always(x)
+
+
+def model(seed: int = 0, branches: bool = False) -> torch.nn.Module:
     torch.manual_seed(seed)
+    if branches:
+        return Branches().double()
     return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
 
 
@@ -30,8 +46,10 @@ def objective(net, x):
     return (net(x) - x.sum(1, keepdim=True)).square().mean()
 
 
-def single_process(world: int, microbatches: int, clip: float | None, options: dict) -> tuple[list, list]:
-    net = model()
+def single_process(
+    world: int, microbatches: int, clip: float | None, branches: bool, options: dict
+) -> tuple[list, list]:
+    net = model(branches=branches)
     opt = SGDOL(net.parameters(), lr=0.1, **options)
     step_sizes = []
     for step in range(STEPS):
@@ -46,8 +64,10 @@ def single_process(world: int, microbatches: int, clip: float | None, options: d
     return [p.detach() for p in net.parameters()], step_sizes
 
 
-def train(rank: int, world: int, microbatches: int = 1, clip: float | None = None, ddp=None, **options) -> dict:
-    net = DistributedDataParallel(model(), **(ddp or {}))
+def train(
+    rank: int, world: int, microbatches: int = 1, clip: float | None = None, ddp=None, branches=False, **options
+) -> dict:
+    net = DistributedDataParallel(model(branches=branches), **(ddp or {}))
     opt = SGDOL(net.parameters(), lr=0.1, **options)
     reduced: list[int] = []
     all_reduce = dist.all_reduce
@@ -77,11 +97,58 @@ def train(rank: int, world: int, microbatches: int = 1, clip: float | None = Non
     }
 
 
+def hooked(rank: int, world: int, register) -> dict:
+    """With a communication hook: where the parameters end, and what is said about it."""
+    net = DistributedDataParallel(model())
+    register(net)
+    opt = SGDOL(net.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            objective(net, batches(step, world)[rank]).backward()
+            opt.step()
+            opt.zero_grad()
+    return {
+        "params": [p.detach().clone() for p in net.parameters()],
+        "said": [str(w.message) for w in said if "communication hook" in str(w.message)],
+    }
+
+
+def refused(rank: int, world: int) -> dict[str, str]:
+    """What cannot be right, and what is said about it."""
+    errors = {}
+    net = DistributedDataParallel(model())
+    for name in ("inside DistributedDataParallel", "gradients averaged by hand"):
+        params = (net if "inside" in name else model()).parameters()
+        opt = ZeroRedundancyOptimizer(params, optimizer_class=SGDOL, lr=0.1)
+        for p in itertools.chain.from_iterable(group["params"] for group in opt.param_groups):
+            p.grad = torch.ones_like(p)
+        try:
+            opt.step()
+        except NotImplementedError as error:
+            errors[name] = str(error)
+    net.zero_grad()
+    plain = SGDOL(net.parameters(), lr=0.1)
+    for x in batches(0, 1 + rank):
+        with net.no_sync():
+            objective(net, x).backward()
+    try:
+        plain.step()
+    except RuntimeError as error:
+        errors["uneven"] = str(error)
+    return errors
+
+
 def worker(rank: int, world: int, folder: str, cases: dict[str, dict]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     try:
-        torch.save({name: train(rank, world, **case) for name, case in cases.items()}, f"{folder}/{rank}.pt")
+        done = {name: train(rank, world, **case) for name, case in cases.items()}
+        done["half"] = hooked(rank, world, lambda net: net.register_comm_hook(None, default_hooks.fp16_compress_hook))
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        done["power"] = hooked(rank, world, lambda net: net.register_comm_hook(state, powerSGD_hook.powerSGD_hook))
+        done["refused"] = refused(rank, world)
+        torch.save(done, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
 
@@ -103,15 +170,28 @@ CASES: dict[int, dict[str, tuple[dict, int]]] = {
         "global": ({}, 1),
         "global, two microbatches on each rank": ({"microbatches": 2}, 1),
         "bucket views, clipped": ({"ddp": {"gradient_as_bucket_view": True}, "microbatches": 2, "clip": 0.5}, 1),
+        "bucket views, coordinate": ({"ddp": {"gradient_as_bucket_view": True}, "granularity": "coordinate"}, SIZE + 4),
+        "static graph": ({"ddp": {"static_graph": True}}, 1),
+        "many buckets": ({"ddp": {"bucket_cap_mb": 1e-5}, "granularity": "tensor"}, 4),
+        "unused parameters": ({"ddp": {"find_unused_parameters": True}, "branches": True}, 1),
+        "unused parameters, two microbatches": (
+            {"ddp": {"find_unused_parameters": True}, "branches": True, "microbatches": 2},
+            1,
+        ),
+        "unused parameters, coordinate": (
+            {"ddp": {"find_unused_parameters": True}, "branches": True, "granularity": "coordinate", "momentum": 0.5},
+            12 + 4,
+        ),
         "tensor, momentum": ({"granularity": "tensor", "momentum": 0.9}, 4),
         "coordinate": ({"granularity": "coordinate", "weight_decay": 0.1}, SIZE + 4),
     },
     4: {
         "global, clipped": ({"clip": 0.5}, 1),
         "coordinate": ({"granularity": "coordinate"}, SIZE + 4),
+        "unused parameters": ({"ddp": {"find_unused_parameters": True}, "branches": True}, 1),
     },
 }
-"""For each number of ranks: the settings of a run, and how many numbers it may communicate in a step."""
+"""For each number of ranks: the settings of a run, and how many sums it may communicate in a step."""
 
 
 @pytest.fixture(scope="module", params=list(CASES))
@@ -134,9 +214,9 @@ def test_all_ranks_hold_the_same_bits(results):
 def test_ranks_are_the_microbatches_of_one_process(results):
     world, ranks = results
     for name, (settings, _) in CASES[world].items():
-        options = {k: v for k, v in settings.items() if k not in ("microbatches", "clip", "ddp")}
-        microbatches = settings.get("microbatches", 1)
-        params, step_sizes = single_process(world, microbatches, settings.get("clip"), options)
+        options = {k: v for k, v in settings.items() if k not in ("microbatches", "clip", "ddp", "branches")}
+        microbatches, branches = settings.get("microbatches", 1), settings.get("branches", False)
+        params, step_sizes = single_process(world, microbatches, settings.get("clip"), branches, options)
         found = ranks[0][name]
         assert found["gradients"] == world * microbatches, name
         torch.testing.assert_close(found["params"], params, rtol=1e-10, atol=1e-12)
@@ -147,4 +227,40 @@ def test_ranks_are_the_microbatches_of_one_process(results):
 def test_the_extra_communication_is_one_small_sum(results):
     world, ranks = results
     for name, (_, numbers) in CASES[world].items():
-        assert ranks[0][name]["reduced"] == [numbers] * STEPS, name
+        # Two more say whether all ranks had the same number of passes. What no rank used in a step is not sent.
+        assert len(ranks[0][name]["reduced"]) == STEPS, name
+        assert set(ranks[0][name]["reduced"]) == {numbers + 2} | (
+            {6 + 2 + 2} if name == "unused parameters, coordinate" else set()
+        )
+
+
+def test_compressed_gradients_change_no_more_than_their_rounding(results):
+    """Half precision has 11 bits; six steps of a smooth problem do not magnify 2^-11 more than tenfold."""
+    world, ranks = results
+    params, _ = single_process(world, 1, None, False, {})
+    torch.testing.assert_close(ranks[0]["half"]["params"], params, rtol=0, atol=10 * 2**-11)
+    assert ranks[0]["half"]["said"] == []
+
+
+def test_a_hook_that_changes_gradients_is_named(results):
+    _, ranks = results
+    for rank in ranks:
+        assert len(rank["power"]["said"]) == 1
+        assert "powerSGD_hook" in rank["power"]["said"][0]
+        for a, b in zip(ranks[0]["power"]["params"], rank["power"]["params"], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_zero_redundancy_optimizer_is_refused(results):
+    _, ranks = results
+    for rank in ranks:
+        for name in ("inside DistributedDataParallel", "gradients averaged by hand"):
+            assert "ZeroRedundancyOptimizer" in rank["refused"][name]
+            assert "fully_shard" in rank["refused"][name]
+
+
+def test_different_numbers_of_passes_are_refused_on_every_rank(results):
+    world, ranks = results
+    total = world * (world + 1) // 2
+    for rank in ranks:
+        assert f"{world} ranks ran {total} in all" in rank["refused"]["uneven"]

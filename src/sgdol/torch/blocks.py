@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sgdol.learners import Learner
+from sgdol.torch.shards import Shards, like_parameter, local
 
 __all__ = ["GRANULARITIES", "Blocks", "Granularity", "share"]
 
@@ -30,13 +31,20 @@ class Blocks:
         groups: the optimizer's parameter groups.
         state: the optimizer's state.
         params: the parameters that take part, in the order of the groups.
+        shards: the ranks over which they are spread, None if they are not.
     """
 
     def __init__(
-        self, granularity: Granularity, groups: list[dict[str, Any]], state: dict[Any, Any], params: list[Tensor]
+        self,
+        granularity: Granularity,
+        groups: list[dict[str, Any]],
+        state: dict[Any, Any],
+        params: list[Tensor],
+        shards: Shards | None = None,
     ) -> None:
         self.granularity = granularity
         self.params = params
+        self.shards = shards
         self._groups = groups
         self._state = state
         taking_part = set(params)
@@ -108,8 +116,9 @@ class Blocks:
         owner = self._owners[index]
         if f"learner.{names[0]}" not in owner:
             for name, value in zip(names, learner.initial(like.new_zeros(())), strict=True):
-                owner[f"learner.{name}"] = value.expand_as(like).clone(memory_format=torch.contiguous_format)
-        return [owner[f"learner.{name}"] for name in names]
+                piece = value.expand_as(like).clone(memory_format=torch.contiguous_format)
+                owner[f"learner.{name}"] = like_parameter(piece, self.params[index])
+        return [local(owner[f"learner.{name}"]) for name in names]
 
     def write_learner_state(self, new: Any, old: Any, ok: Tensor | None) -> None:
         """Store the learner's state."""

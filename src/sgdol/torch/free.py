@@ -403,15 +403,15 @@ class SGDOLFree(Optimizer):
                 "time(s). Split the batch: for x, y in zip(inputs.chunk(2), targets.chunk(2)): "
                 "(loss_fn(model(x), y) / 2).backward()"
             )
-        n, q, loss = self._over_ranks(found.n.sum(), found.q.sum(), loss, ranks)
+        n, q, loss = self._over_ranks(found.n.sum(), found.q.sum(), loss, ranks, found.k)
         return _Evaluation(loss, symmetric_signal(n, q, k), n, k)
 
     @staticmethod
-    def _over_ranks(n: Tensor, q: Tensor, loss: float, ranks: Ranks) -> tuple[float, float, float]:
+    def _over_ranks(n: Tensor, q: Tensor, loss: float, ranks: Ranks, passes: int) -> tuple[float, float, float]:
         """N of the mean gradient, which every rank has; Q and the loss over all ranks, in one all-reduce."""
         if ranks.count == 1:
             return (*numbers(n, q), loss)  # type: ignore[return-value]
-        total = ranks.sum_of_squares(torch.stack([q, q.new_tensor(loss * ranks.count)]))
+        total = ranks.sum_of_squares(torch.stack([q, q.new_tensor(loss * ranks.count)]), passes)
         return tuple(numbers(n, *total.unbind()))  # type: ignore[return-value]
 
     # Vectors ----------------------------------------------------------------------------------------------------------
@@ -483,7 +483,7 @@ class SGDOLFree(Optimizer):
 
     def _data_parallel(self) -> Ranks:
         if self._ranks is None:
-            self._ranks = Ranks(self._all())
+            self._ranks = Ranks(self._all(), self)
         return self._ranks
 
     # Misuse -----------------------------------------------------------------------------------------------------------

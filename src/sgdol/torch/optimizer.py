@@ -20,9 +20,10 @@ from sgdol.torch import diagnostics
 from sgdol.torch.averaging import add_to_average, swapped_in
 from sgdol.torch.blocks import GRANULARITIES, Blocks, Granularity, share
 from sgdol.torch.closures import draws_afresh
-from sgdol.torch.draw import Draw, from_contributions, from_pair, gradient, with_momentum
+from sgdol.torch.draw import Draw, from_contributions, from_pair, from_shards, with_momentum
 from sgdol.torch.passes import BackwardPasses, Contributions, Keep, real_view, scalar_dtype, wide_dtype
 from sgdol.torch.ranks import Ranks
+from sgdol.torch.shards import Shards, fitted, is_sharded, like_parameter, local, local_gradient
 from sgdol.torch.update import update
 
 __all__ = ["SGDOL"]
@@ -158,6 +159,8 @@ class SGDOL(Optimizer):
         self._warned: tuple[str, ...] = ()
         self._passes: BackwardPasses | None = None
         self._ranks: Ranks | None = None
+        self._shards: Shards | None = None
+        self._blank = False
         self._spare: dict[Tensor, Tensor] = {}
         self._swapped = False
         super().__init__(params, defaults)
@@ -226,12 +229,21 @@ class SGDOL(Optimizer):
         if self._swapped:
             raise RuntimeError("the averaged weights are in the parameters already: averaged() does not nest")
         known = [p for group in self.param_groups for p in group["params"] if "average" in self.state.get(p, ())]
-        with swapped_in(known, [self.state[p]["average"] for p in known]):
-            self._swapped = True
-            try:
+        try:
+            with torch.no_grad():
+                pieces = [local(p) for p in known]
+                averages = [local(self.state[p]["average"]) for p in known]
+            with swapped_in(pieces, averages):
+                self._swapped = True
+                self._reshard()
                 yield
-            finally:
-                self._swapped = False
+        finally:
+            self._swapped = False
+            self._reshard()
+
+    def _reshard(self) -> None:
+        if self._shards is not None:
+            self._shards.reshard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, and forget the backward passes that made them."""
@@ -254,7 +266,6 @@ class SGDOL(Optimizer):
             _check_options({**self.defaults, **param_group})
             if param_group.get("lr", self.defaults["lr"]) is None:
                 raise ValueError("lr or smoothness is needed for this parameter group: the optimizer has no default")
-            _refuse_distributed(param_group["params"])
             for name in SHARED:
                 if param_group.get(name, self.defaults[name]) != self.defaults[name]:
                     raise ValueError(
@@ -265,7 +276,7 @@ class SGDOL(Optimizer):
         group = self.param_groups[-1]
         group.setdefault("step_size", _first_step_size(group))
         share(self.param_groups, self.defaults["granularity"])
-        self._ranks = None
+        self._ranks, self._shards = None, None
         self._watched()
 
     def diagnostics(self) -> dict[str, Any]:
@@ -301,22 +312,36 @@ class SGDOL(Optimizer):
         if not any(p.grad is not None for p in params):
             return None
         _refuse_sparse(params)
-        passes, ranks = self._watched(), self._data_parallel()
+        passes, ranks, shards = self._watched(), self._data_parallel(), self._shards
         found = passes.contributions(params, params[0].device, scalar_dtype(params[0].device))
-        if found.k == 0 and all(group["lr"] == 0 for group in self.param_groups) and found.n.sum().tolist() == 0:
-            return None  # torch.distributed.checkpoint steps with zeros to make optimizers create their state
+        if found.k == 0 and all(group["lr"] == 0 for group in self.param_groups):
+            n = found.n if shards is None else shards.sums(params, found.n.unsqueeze(0))[0]
+            if n.sum().tolist() == 0:
+                # torch.distributed.checkpoint steps with zeros to make optimizers create their state
+                self._create_state()
+                return None
+        if self._blank:
+            self._drop_blanks()
         estimator, granularity = self.defaults["estimator"], self.defaults["granularity"]
-        blocks = Blocks(granularity, self.param_groups, self.state, params)
+        blocks = Blocks(granularity, self.param_groups, self.state, params, shards)
         if pending:
             self._refuse_reshaped(params)
             held = [self._take_held(p) for p in params]
-            drawn = from_pair(blocks, held, [gradient(p) for p in params], estimator)
+            second = [local_gradient(p) for p in params]
+            drawn = from_pair(blocks, held, second, estimator, shards, self._momenta_to_measure(blocks))
             self._set_pending(False)
+        elif shards is not None and estimator == "symmetric" and found.k * self._averaged_ranks(shards) > 1:
+            drawn = from_shards(blocks, found, shards, self._averaged_ranks(shards), self._momenta_to_measure(blocks))
         elif estimator == "symmetric" and max(found.k, 1) * ranks.count > 1:
             self._warn_if_unwrapped(ranks)
+            self._warn_of_hook(ranks)
             drawn = from_contributions(blocks, found, ranks)
         elif estimator == "paper" and found.k > 1:
-            drawn = from_pair(blocks, *_first_two(found, params, ranks), estimator)
+            if shards is not None:
+                (n, before), _ = shards.sums(params, torch.stack([found.n, found.before]))
+                found = found.rescaled(n, before, found.q)
+            pair = _first_two(found, params, ranks)
+            drawn = from_pair(blocks, *pair, estimator, shards, self._momenta_to_measure(blocks))
         else:
             for p in params:
                 self._hold(p)
@@ -339,7 +364,7 @@ class SGDOL(Optimizer):
                 return
             self._warn_if_identical(length, signal, blocks.params[0].dtype)
             ok = None
-        if any(blocks.momenta) or any("momentum_weight" in group for group in self.param_groups):
+        if self._has_momentum(blocks):
             momenta = [self._momentum(p) for p in blocks.params]
             weights = self._momentum_weights(blocks, draw.n, ok)
             draw = with_momentum(blocks, draw, momenta, weights, self.defaults["statistics"], ok)
@@ -360,7 +385,8 @@ class SGDOL(Optimizer):
             if "average" not in self.state[p]:
                 self.state[p]["average"] = p.detach().to(dtype=torch.promote_types(p.dtype, torch.float32), copy=True)
         params = [p for group in self.param_groups for p in group["params"] if "average" in self.state.get(p, ())]
-        add_to_average([self.state[p]["average"] for p in params], params, t, self.defaults["averaging"], ok)
+        averages = [local(self.state[p]["average"]) for p in params]
+        add_to_average(averages, [local(p) for p in params], t, self.defaults["averaging"], ok)
 
     def _draw_again(self, closure: Callable[[], Any]) -> tuple[Blocks, Draw] | None:
         """The second gradient of a pair, by itself, whether the closure zeroes gradients or not."""
@@ -383,7 +409,8 @@ class SGDOL(Optimizer):
         buffer = self._spare.pop(p, None)
         if buffer is None or buffer.shape != p.shape or buffer.dtype != p.dtype or buffer.device != p.device:
             buffer = torch.empty_like(p, memory_format=torch.preserve_format)
-        self.state[p]["held_gradient"] = buffer.copy_(gradient(p))
+        local(buffer).copy_(local_gradient(p))
+        self.state[p]["held_gradient"] = buffer
 
     def _take_held(self, p: Tensor) -> Tensor:
         """The held gradient, as memory that may be written to; it is kept for the next one."""
@@ -391,7 +418,7 @@ class SGDOL(Optimizer):
         if not self.state[p]:
             del self.state[p]
         self._spare[p] = torch.zeros_like(p) if held is None else held
-        return self._spare[p]
+        return local(self._spare[p])
 
     def _refuse_reshaped(self, params: list[Tensor]) -> None:
         for i, p in enumerate(params):
@@ -409,9 +436,18 @@ class SGDOL(Optimizer):
     def _momentum(self, p: Tensor) -> Tensor:
         state = self.state[p]
         if "momentum" not in state:
-            like = real_view(p)
-            state["momentum"] = torch.zeros_like(like, dtype=wide_dtype(like.dtype))
-        return state["momentum"]
+            like = real_view(local(p))
+            state["momentum"] = like_parameter(torch.zeros_like(like, dtype=wide_dtype(like.dtype)), p)
+        return local(state["momentum"])
+
+    def _has_momentum(self, blocks: Blocks) -> bool:
+        return any(blocks.momenta) or any("momentum_weight" in group for group in self.param_groups)
+
+    def _momenta_to_measure(self, blocks: Blocks) -> list[Tensor] | None:
+        """The momenta, where their products are to be summed over the ranks with everything else."""
+        if blocks.shards is None or self.defaults["statistics"] == "gradient" or not self._has_momentum(blocks):
+            return None
+        return [self._momentum(p) for p in blocks.params]
 
     def _momentum_weights(self, blocks: Blocks, like: Tensor, ok: Tensor | None) -> list[Tensor]:
         """How much weight the gradients so far have in each group's momentum; schedulers may move beta."""
@@ -426,17 +462,41 @@ class SGDOL(Optimizer):
 
     def _watched(self) -> BackwardPasses:
         params = [p for group in self.param_groups for p in group["params"]]
-        if self._passes is None:
-            coordinate = self.defaults["granularity"] == "coordinate"
-            keep: Keep = "squares" if coordinate else "norms"
-            self._passes = BackwardPasses(params, "gradients" if self.defaults["estimator"] == "paper" else keep)
-        else:
+        if self._shards is None and any(map(is_sharded, params)):
+            self._shards, self._passes = Shards(params), None
+        shards = self._shards
+        if self._passes is not None:
             self._passes.watch(params)
+        elif shards is None:
+            self._passes = BackwardPasses(params, self._keep)
+        else:
+            self._passes = passes = BackwardPasses(
+                params, self._keep, shards.managed, lambda some, rows: shards.sums(some, rows)[0]
+            )
+            shards.follow(passes.follow)
         return self._passes
+
+    @property
+    def _keep(self) -> Keep:
+        if self.defaults["estimator"] == "paper":
+            return "gradients"
+        return "squares" if self.defaults["granularity"] == "coordinate" else "norms"
+
+    def _averaged_ranks(self, shards: Shards) -> int:
+        """How many independent gradients a backward has that fully_shard averages.
+
+        Squares of each coordinate are those of the averaged gradient: what every rank had would have to be sent too.
+        """
+        return shards.count if self._keep == "norms" else 1
 
     def _data_parallel(self) -> Ranks:
         if self._ranks is None:
-            self._ranks = Ranks(p for group in self.param_groups for p in group["params"])
+            self._ranks = Ranks((p for group in self.param_groups for p in group["params"]), self)
+            if self._shards is not None and self._ranks.count > 1:
+                raise NotImplementedError(
+                    "SGDOL does not support DTensor parameters inside DistributedDataParallel: use fully_shard on a "
+                    "two-dimensional mesh, whose first dimension replicates"
+                )
         return self._ranks
 
     def _warn_if_identical(self, length: float, signal: float, dtype: torch.dtype) -> None:
@@ -457,6 +517,15 @@ class SGDOL(Optimizer):
                 "of its own, all is well."
             )
 
+    def _warn_of_hook(self, ranks: Ranks) -> None:
+        if ranks.unknown_hook is not None:
+            self._warn(
+                f"DistributedDataParallel averages gradients with the communication hook {ranks.unknown_hook}. SGDOL "
+                "measures noise on what the ranks had before, which is right if the hook returns their mean, as "
+                "fp16_compress_hook and bf16_compress_hook do up to rounding. PowerSGD and others that leave part of "
+                "the gradient out, or add what they left out before, bias the step size."
+            )
+
     def _warn(self, message: str) -> None:
         """Say this once, pointing at the training loop."""
         if message not in self._warned:
@@ -464,6 +533,84 @@ class SGDOL(Optimizer):
             warnings.warn(message, UserWarning, stacklevel=_caller())
 
     # Saving and loading -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as :meth:`load_state_dict` takes it.
+
+        torch.distributed.checkpoint loads into a state dict that is there already, key by key. Where a program has
+        imported it, the keys are always all that there can be, and a gradient that is not held is zero.
+        """
+        state_dict = super().state_dict()
+        if "torch.distributed.checkpoint.state_dict" not in sys.modules:
+            return state_dict
+        params = [p for group in self.param_groups for p in group["params"]]
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        state = state_dict["state"]
+        for group, blank in zip(state_dict["param_groups"], self._blank_groups(), strict=True):
+            group.update({key: value for key, value in blank.items() if key not in group})
+        for index, p in zip(indices, params, strict=True):
+            if p.requires_grad or index in state:
+                state[index] = {**self._blank_state(p), **state.get(index, {})}
+        return state_dict
+
+    def _create_state(self) -> None:
+        """Everything that there can be, until there is something."""
+        for group, blank in zip(self.param_groups, self._blank_groups(), strict=True):
+            group.update({key: value for key, value in blank.items() if key not in group})
+        for p in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
+            for key, value in self._blank_state(p).items():
+                self.state[p].setdefault(key, value)
+        self._blank = True
+
+    def _drop_blanks(self) -> None:
+        """Forget held gradients that nobody holds."""
+        self._blank = False
+        if not self.pending:
+            for p in list(self.state):
+                self.state[p].pop("held_gradient", None)
+                if not self.state[p]:
+                    del self.state[p]
+
+    def _blank_groups(self) -> list[dict[str, Any]]:
+        """What each parameter group can have, as it is before any update."""
+        like = _first_step_size(self.param_groups[0]).new_zeros(())
+        numbers = {"totals": diagnostics.zeros(like)}
+        if self.defaults["alpha"] is None:
+            numbers["alpha_learned"] = like
+        if self._uses_momentum():
+            numbers["momentum_weight"] = like
+        if self.defaults["granularity"] in ("global", "group"):
+            numbers.update(self._blank_learner(like))
+        # Each its own memory: a checkpoint is read into it.
+        return [
+            {"gradients": 0, "pending": False, **{key: value.clone() for key, value in numbers.items()}}
+            for _ in self.param_groups
+        ]
+
+    def _blank_state(self, p: Tensor) -> dict[str, Any]:
+        """What a parameter can have, as it is before any update; copies only of what it has not."""
+        like, known, granularity = real_view(local(p.detach())), self.state.get(p, {}), self.defaults["granularity"]
+        blank: dict[str, Any] = {}
+        if "held_gradient" not in known:
+            blank["held_gradient"] = torch.zeros_like(p)
+        wide = torch.zeros_like(like, dtype=wide_dtype(like.dtype), memory_format=torch.contiguous_format)
+        if self._uses_momentum() and "momentum" not in known:
+            blank["momentum"] = like_parameter(torch.zeros_like(wide), p)
+        if self.defaults["averaging"] is not None and "average" not in known:
+            blank["average"] = p.detach().to(dtype=torch.promote_types(p.dtype, torch.float32), copy=True)
+        if granularity == "tensor":
+            blank.update(self._blank_learner(torch.zeros((), device=p.device, dtype=scalar_dtype(p.device))))
+        elif granularity == "coordinate" and not any(key.startswith("learner.") for key in known):
+            number = self._blank_learner(wide.new_zeros(()))
+            blank.update({key: like_parameter(value.expand_as(wide).clone(), p) for key, value in number.items()})
+        return blank
+
+    def _blank_learner(self, like: Tensor) -> dict[str, Tensor]:
+        fresh = self.learner.initial(like)
+        return {f"learner.{name}": value.clone() for name, value in zip(fresh._fields, fresh, strict=True)}
+
+    def _uses_momentum(self) -> bool:
+        return any(group["momentum"] or "momentum_weight" in group for group in self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that :meth:`state_dict` returned, exactly: sums, counts and the held gradient keep their type.
@@ -504,14 +651,21 @@ class SGDOL(Optimizer):
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for index, p in zip(saved, params, strict=True):
+            shapes = (p.shape, (*p.shape, 2)) if p.is_complex() else (p.shape,)
             for key, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor):
-                    if value.dim() and value.shape not in (p.shape, real_view(p).shape):
+                    if value.dim() and value.shape not in shapes:
                         raise ValueError(
                             f"state_dict does not fit: {key} of parameter {index} has shape {tuple(value.shape)}, the "
                             f"parameter {tuple(p.shape)}"
                         )
-                    self.state[p][key] = value.detach().to(device=p.device, copy=True)
+                    self.state[p][key] = fitted(value, p)
+        if self.pending and not any("held_gradient" in state for state in self.state.values()):
+            raise ValueError(
+                "state_dict was saved in the middle of a pair (pending is True) but has no held_gradient: whoever "
+                "loaded it has dropped what the optimizer did not have. Load into a new optimizer"
+            )
+        self._drop_blanks()
         share(self.param_groups, self.defaults["granularity"])
         self._watched().reset()  # parameters that have been moved since have new accumulators
 
@@ -525,7 +679,8 @@ class SGDOL(Optimizer):
                 group.setdefault(name, self.defaults[name])
             group.setdefault("step_size", _first_step_size(group))
         if "defaults" in state:  # unpickled or copied: new parameters, which nobody watches yet
-            self._passes, self._ranks, self._spare, self._swapped = None, None, {}, False
+            self._passes, self._ranks, self._shards = None, None, None
+            self._spare, self._swapped, self._blank = {}, False, False
             self._watched()
 
 
@@ -537,7 +692,10 @@ def _first_two(found: Contributions, params: list[Tensor], ranks: Ranks) -> tupl
             f'{found.k}; estimator="symmetric" uses them all'
         )
     first, second = (
-        [found.k * gs[i] if i in gs else torch.zeros_like(p) for gs, p in zip(found.gradients, params, strict=True)]
+        [
+            found.k * gs[i] if i in gs else torch.zeros_like(local(p))
+            for gs, p in zip(found.gradients, params, strict=True)
+        ]
         for i in (0, 1)
     )
     return first, second
@@ -553,15 +711,6 @@ def _name(learner: Learner) -> str:
     """What tells one learner from another in a saved state: not where it happens to be in memory."""
     kind = type(learner)
     return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(learner)
-
-
-def _refuse_distributed(params: Any) -> None:
-    for p in [params] if isinstance(params, Tensor) else list(params):
-        if hasattr(p, "device_mesh"):
-            raise NotImplementedError(
-                f"SGDOL does not support DTensor parameters (fully_shard, tensor parallel) yet, got one of shape "
-                f"{tuple(p.shape)}; DistributedDataParallel is supported"
-            )
 
 
 def _refuse_sparse(params: list[Tensor]) -> None:

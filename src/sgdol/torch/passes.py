@@ -14,17 +14,22 @@ all norms are taken again.
 Reentrant activation checkpointing runs one backward as several graphs. A parameter's own count still tells the passes
 apart, but two things are beyond it: a parameter that several reentrant segments share counts once for each of them,
 and the paper's estimator cannot tell which graph belongs to which pass. ``use_reentrant=False`` has neither problem.
+
+fully_shard writes ``.grad`` itself and computes with other leaves. Norms are then those of the gradients that arrive at
+these leaves: the rank's own ones. Squares and gradients are kept of what each backward adds to the sharded ``.grad``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+
+from sgdol.torch.shards import is_sharded, local, local_gradient, placed_like
 
 __all__ = [
     "BackwardPasses",
@@ -89,6 +94,9 @@ class Contributions(NamedTuple):
     """||S||^2 of each parameter's gradient as it is now."""
     q: Tensor
     """The sum of the squared norms of the contributions, in the scale of S now (but for ``keep="gradients"``)."""
+    before: Tensor
+    """What ||S||^2 was at the end of the last backward: what is measured of contributions is in its scale until
+    :meth:`rescaled`."""
     squares: list[Tensor]
     """The same per coordinate (``keep="squares"``); may be written to."""
     gradients: list[dict[int, Tensor]]
@@ -96,14 +104,36 @@ class Contributions(NamedTuple):
     seen: list[bool]
     """Whether any pass reached the parameter: else ``.grad``, if there is one, was written by hand."""
 
+    def rescaled(self, n: Tensor, before: Tensor, q: Tensor) -> Contributions:
+        """These contributions, from their scale at the end of the last backward to that of S now."""
+        ratio = _ratio(n, before)
+        squares = [s.mul_(f.to(s)) for s, f in zip(self.squares, ratio.unbind(), strict=True)] if self.squares else []
+        gradients = [_scaled(gs, f) for gs, f in zip(self.gradients, ratio.unbind(), strict=True)]
+        return self._replace(n=n, q=q * ratio, before=n, squares=squares, gradients=gradients)
+
 
 class _Slot:
     """One watched parameter."""
 
-    __slots__ = ("count", "fresh", "gradients", "handle", "kind", "node", "param", "seen", "seen_version", "squares")
+    __slots__ = (
+        "count",
+        "fresh",
+        "gradients",
+        "handle",
+        "kind",
+        "managed",
+        "node",
+        "param",
+        "previous",
+        "seen",
+        "seen_version",
+        "squares",
+    )
 
     def __init__(self, param: Tensor) -> None:
         self.param = param
+        self.managed = False  # by fully_shard
+        self.previous: Tensor | None = None  # of a managed one: its gradient before the backward that runs
         self.kind: Any = None
         self.node: Any = None  # autograd keeps it only as long as somebody does
         self.handle: Any = None
@@ -115,6 +145,7 @@ class _Slot:
     def forget(self) -> None:
         self.count = 0
         self.fresh = True  # the memory of the squares stays: allocating it anew costs more than filling it
+        self.previous = None
         self.gradients: dict[int, Tensor] = {}
 
     def add_squares(self, gradient: Tensor) -> None:
@@ -129,21 +160,24 @@ class _Slot:
             self.squares.addcmul_(g, g)
         self.fresh = False
 
-    def settled_squares(self, factor: Tensor | None) -> Tensor:
+    def settled_squares(self) -> Tensor:
         if self.squares is None or self.fresh:
-            like = real_view(self.param)
+            like = real_view(local(self.param))
             return torch.zeros_like(like, dtype=wide_dtype(like.dtype), memory_format=torch.contiguous_format)
-        return self.squares if factor is None else self.squares.mul_(factor)
+        return self.squares
 
     def see(self) -> None:
         grad = self.param.grad
         self.seen = None if grad is None else weakref.ref(grad)
-        self.seen_version = -1 if grad is None else grad._version
+        self.seen_version = -1 if grad is None else _version(grad)
 
     def untouched(self) -> bool:
         """Whether ``.grad`` is, as far as its version tells, still what the last backward left."""
         grad = self.param.grad
-        return grad is not None and self.seen is not None and self.seen() is grad and self.seen_version == grad._version
+        if grad is None or self.seen is None:
+            # fully_shard keeps what it has not reduced yet to itself.
+            return self.managed and grad is None and self.seen is None
+        return self.seen() is grad and self.seen_version == _version(grad)
 
 
 class _Pass(NamedTuple):
@@ -162,10 +196,20 @@ class BackwardPasses:
         params: the parameters to watch.
         keep: ``"norms"`` (a number per tensor), ``"squares"`` (a tensor of squares per tensor) or ``"gradients"`` (the
             first two contributions as they are, for the paper's estimator).
+        managed: those of the parameters that fully_shard manages.
+        total: sums numbers, one column for each of some parameters, over the ranks that have pieces of them.
     """
 
-    def __init__(self, params: Iterable[Tensor], keep: Keep) -> None:
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        keep: Keep,
+        managed: Collection[Tensor] = (),
+        total: Callable[[list[Tensor], Tensor], Tensor] | None = None,
+    ) -> None:
         self._keep = keep
+        self._managed = managed
+        self._total = total
         self._slots: list[_Slot] = []
         self._index: dict[Tensor, int] = {}
         self._running: dict[int, _Pass] = {}  # by graph task: reentrant checkpointing nests them
@@ -186,14 +230,32 @@ class BackwardPasses:
                 continue
             index = self._index[param]
             slot = self._slots[index]
-            kind = (param.dtype, param.device)  # a parameter whose data change kind gets a new accumulator
-            if slot.kind != kind:
-                if slot.handle is not None:
-                    slot.handle.remove()
-                slot.kind, slot.node = kind, get_gradient_edge(param).node
-                slot.handle = slot.node.register_prehook(_hook(weakref.ref(self), index))
+            if param in self._managed:
+                if new and self._keep != "norms":
+                    slot.handle = param.register_post_accumulate_grad_hook(_hook_reduced(weakref.ref(self), index))
+                slot.managed = True
+            else:
+                self._attach(index, param, (param.dtype, param.device))
             if new and _is_dense(param):
                 self._adopt(index, slot)
+
+    def follow(self, leaf: Tensor, param: Tensor) -> None:
+        """Take the gradients that arrive at this leaf for the parameter's: fully_shard computes with such leaves."""
+        index = self._index[param]
+        if leaf.requires_grad and self._keep == "norms":
+            self._attach(index, leaf, (id(leaf), leaf.dtype, leaf.device))
+        elif leaf.requires_grad and self._slots[index].kind != id(leaf):
+            slot = self._slots[index]
+            slot.kind, slot.node = id(leaf), get_gradient_edge(leaf).node
+            slot.node.register_prehook(_hook_begin(weakref.ref(self)))
+
+    def _attach(self, index: int, leaf: Tensor, kind: Any) -> None:
+        slot = self._slots[index]
+        if slot.kind != kind:  # a leaf whose data change kind gets a new accumulator
+            if slot.handle is not None:
+                slot.handle.remove()
+            slot.kind, slot.node = kind, get_gradient_edge(leaf).node
+            slot.handle = slot.node.register_prehook(_hook(weakref.ref(self), index, _owner(leaf)))
 
     def reset(self) -> None:
         """Forget the passes: their gradients have been used or thrown away."""
@@ -205,27 +267,28 @@ class BackwardPasses:
 
     @torch.no_grad()
     def contributions(self, params: list[Tensor], device: torch.device, dtype: torch.dtype) -> Contributions:
-        """Everything that is known about the gradients of these parameters."""
+        """Everything that is known about the gradients of these parameters.
+
+        Of DTensors it is what this rank knows, and what contributions were is in the scale of ``before``.
+        """
         self._running.clear()  # backwards that raised half-way
         rows = [self._index[p] for p in params]
         slots = [self._slots[i] for i in rows]
         n, q = self._totals(device, dtype)
         n, q = (n.clone(), q) if rows == list(range(len(self._slots))) else (n[rows], q[rows])
-        factors: list[Tensor | None] = [None] * len(slots)
+        before = n
         if not all(slot.untouched() for slot in slots) or self._silently_written(device, dtype):
-            before, n = n, squared_norms([_gradient(slot.param) for slot in slots], device, dtype)
-            ratio = _ratio(n, before)
-            q, factors = q * ratio, list(ratio.unbind())
-        return Contributions(
+            n = squared_norms([local_gradient(slot.param) for slot in slots], device, dtype)
+        found = Contributions(
             max((slot.count for slot in slots), default=0),
             n,
             q,
-            [slot.settled_squares(f) for slot, f in zip(slots, factors, strict=True)]
-            if self._keep == "squares"
-            else [],
-            [_scaled(slot.gradients, f) for slot, f in zip(slots, factors, strict=True)],
+            before,
+            [slot.settled_squares() for slot in slots] if self._keep == "squares" else [],
+            [slot.gradients for slot in slots],
             [slot.count > 0 for slot in slots],
         )
+        return found if n is before or self._total is not None else found.rescaled(n, before, q)
 
     def _silently_written(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether entries changed although no version says so, or whether it cannot be told without a wait."""
@@ -248,9 +311,12 @@ class BackwardPasses:
     @torch.no_grad()
     def _adopt(self, index: int, slot: _Slot) -> None:
         """A gradient that was there before anybody watched is one contribution."""
-        grad = _gradient(slot.param)
+        grad = local_gradient(slot.param)
         n, q = self._totals(self._slots[0].param.device, scalar_dtype(self._slots[0].param.device))
         n[index] = q[index] = squared_norms([grad], n.device, n.dtype)[0]
+        if slot.managed and self._keep == "norms":
+            q[index] = 0  # nobody knows any more what each rank had; a parameter without passes counts as one gradient
+            return
         slot.count = 1
         if self._keep == "squares":
             slot.add_squares(grad)
@@ -263,12 +329,7 @@ class BackwardPasses:
         """One parameter's gradient arrives in the backward that runs now, and is about to be accumulated."""
         if gradient is None or gradient.layout != torch.strided:
             return
-        task, slot = torch._C._current_graph_task_id(), self._slots[index]
-        if task not in self._running:
-            self._reconcile()
-            self._running[task] = _Pass(max(s.count for s in self._slots), {})
-            _after_backward(lambda: _after_backward(lambda: self._close(task)))
-        current = self._running[task]
+        current, slot = self._begin(), self._slots[index]
         if not slot.count:
             slot.forget()  # squares of a backward that raised half-way
         if self._keep == "gradients":
@@ -278,22 +339,57 @@ class BackwardPasses:
             slot.add_squares(gradient)
         current.arrived[index] = _norm(gradient)
 
+    @torch.no_grad()
+    def _begin(self) -> _Pass:
+        """The backward that runs now."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._running:
+            self._reconcile()
+            self._running[task] = _Pass(max(s.count for s in self._slots), {})
+            _after_backward(lambda: _after_backward(lambda: self._close(task)))
+            if self._keep != "norms":
+                for slot in self._slots:
+                    if slot.managed and slot.param.grad is not None:
+                        slot.previous = local(slot.param.grad).clone()
+        return self._running[task]
+
+    @torch.no_grad()
+    def _measure_reduced(self, index: int) -> None:
+        """fully_shard has added the gradient of the backward that runs now, averaged over the ranks, to ``.grad``."""
+        slot = self._slots[index]
+        begun = torch._C._current_graph_task_id() in self._running
+        if slot.count and not begun:  # through a leaf that nobody told of: what was added to what is not known
+            slot.forget()
+        gradient = local_gradient(slot.param)
+        self._measure(index, gradient if slot.previous is None else gradient - slot.previous)
+        slot.previous = None
+
     def _reconcile(self) -> None:
         """See which gradients were written to after the last pass: thrown away, or rescaled."""
         busy = {i for running in self._running.values() for i in running.arrived}
-        for index, slot in enumerate(self._slots):
-            if not slot.count or slot.untouched():
-                continue
-            assert self._q is not None
-            assert self._n is not None
-            grad = slot.param.grad
-            if grad is None or not bool(grad.any()):
+        touched = [i for i, slot in enumerate(self._slots) if slot.count and not slot.untouched()]
+        if not touched:
+            return
+        assert self._q is not None
+        assert self._n is not None
+        for index in [i for i in touched if self._slots[i].param.grad is None]:
+            self._slots[index].forget()
+            self._q[index] = 0
+            touched.remove(index)
+        if not touched:
+            return
+        now = squared_norms([local_gradient(self._slots[i].param) for i in touched], self._q.device, self._q.dtype)
+        before = self._n[touched]
+        if self._total is not None:
+            now, before = self._total([self._slots[i].param for i in touched], torch.stack([now, before])).unbind()
+        for index, norm, factor in zip(touched, now.tolist(), _ratio(now, before), strict=True):
+            slot = self._slots[index]
+            if norm == 0:
                 slot.forget()
                 self._q[index] = 0
                 continue
             if index in busy:  # written to by the backward around this one
                 continue
-            factor = _ratio(squared_norms([grad], self._q.device, self._q.dtype)[0], self._n[index])
             self._q[index] *= factor
             if slot.squares is not None:
                 slot.squares.mul_(factor)
@@ -315,12 +411,17 @@ class BackwardPasses:
         if self._keep != "gradients":
             _put(q, landed, _stack([done.arrived[i] for i in landed], device, dtype).square(), add=True)
         stale = [i for i, slot in enumerate(self._slots) if _is_dense(slot.param) and not slot.untouched()]
-        _put(n, stale, squared_norms([_gradient(self._slots[i].param) for i in stale], device, dtype), add=False)
-        for i in stale:
+        _put(n, stale, squared_norms([local_gradient(self._slots[i].param) for i in stale], device, dtype), add=False)
+        for i in [*stale, *(i for i in landed if self._slots[i].param.grad is None)]:
             self._slots[i].see()
-        largest = sorted(stale, key=lambda i: self._slots[i].param.numel())[-SAMPLED:]
+        largest = sorted(stale, key=lambda i: local(self._slots[i].param).numel())[-SAMPLED:]
         entries = squared_norms([_entries(self._slots[i]) for i in largest], device, dtype)
         self._samples = [(self._slots[i], before) for i, before in zip(largest, entries.unbind(), strict=True)]
+
+
+def _version(grad: Tensor) -> int:
+    """How often it was written to; of a DTensor, both as a whole and this rank's piece behind its back."""
+    return grad._version + local(grad)._version if is_sharded(grad) else grad._version
 
 
 def _after_backward(callback: Any) -> None:
@@ -341,13 +442,10 @@ def _scaled(gradients: dict[int, Tensor], factor: Tensor | None) -> dict[int, Te
     return gradients if factor is None else {i: g * factor.sqrt().to(g) for i, g in gradients.items()}
 
 
-def _gradient(param: Tensor) -> Tensor:
-    return torch.zeros_like(param) if param.grad is None else param.grad
-
-
 def _entries(slot: _Slot) -> Tensor:
     """A few entries of a gradient, spread over it."""
-    grad = _gradient(slot.param)
+    grad = torch.zeros_like(slot.param) if slot.param.grad is None else slot.param.grad
+    grad = local(grad)
     if not grad.is_contiguous():
         return grad.select(0, 0)
     return grad.view(-1)[:: max(1, grad.numel() // ENTRIES)]
@@ -366,11 +464,38 @@ def _put(vector: Tensor, rows: list[int], values: Tensor, *, add: bool) -> None:
         vector.index_add_(0, where, values) if add else vector.index_copy_(0, where, values)
 
 
-def _hook(passes: weakref.ref[BackwardPasses], index: int) -> Any:
+def _owner(leaf: Tensor) -> weakref.ref[Tensor] | None:
+    """Whose placements a gradient is to have; None for ordinary tensors."""
+    return weakref.ref(leaf) if is_sharded(leaf) else None
+
+
+def _hook(passes: weakref.ref[BackwardPasses], index: int, owner: weakref.ref[Tensor] | None) -> Any:
+    @torch.no_grad()
     def on_gradient(gradients: tuple[Tensor | None, ...]) -> None:
+        recorder, gradient = passes(), gradients[0]
+        if recorder is not None:
+            leaf = None if owner is None else owner()
+            if leaf is not None and gradient is not None:
+                gradient = placed_like(gradient, leaf)
+            recorder._measure(index, gradient)
+
+    return on_gradient
+
+
+def _hook_begin(passes: weakref.ref[BackwardPasses]) -> Any:
+    def on_gradient(_: tuple[Tensor | None, ...]) -> None:
         recorder = passes()
         if recorder is not None:
-            recorder._measure(index, gradients[0])
+            recorder._begin()
+
+    return on_gradient
+
+
+def _hook_reduced(passes: weakref.ref[BackwardPasses], index: int) -> Any:
+    def on_gradient(_: Tensor) -> None:
+        recorder = passes()
+        if recorder is not None:
+            recorder._measure_reduced(index)
 
     return on_gradient
 

@@ -13,6 +13,7 @@ from sgdol.surrogate import loss, symmetric_signal
 from sgdol.torch.blocks import Blocks
 from sgdol.torch.draw import Draw, inner
 from sgdol.torch.passes import real_view, wide_dtype
+from sgdol.torch.shards import local
 
 __all__ = ["Outcome", "update"]
 
@@ -120,7 +121,7 @@ def _update_coordinates(
     for i, (p, vector, rate, a, b) in enumerate(zip(blocks.params, draw.vectors, *scalars, strict=True)):
         known = draw.squares[i] if draw.squares else draw.signals[i]
         length = draw.lengths[i] if draw.lengths else vector
-        tensors = [real_view(p), vector, known, length, *blocks.tensor_state(learner, kind._fields, i, known)]
+        tensors = [real_view(local(p)), vector, known, length, *blocks.tensor_state(learner, kind._fields, i, known)]
         pieces = zip(*(_chunks(t) for t in tensors), strict=True) if _flat(tensors) else [tensors]
         su, moved, ssn, dd = [], [], [], []
         for x, v, known, length, *fields in pieces:
@@ -143,6 +144,10 @@ def _update_coordinates(
                 sums.append(sum(parts[1:], parts[0]))
     su_each, moved_each = _stacked(signals, draw.n), _stacked(moves, draw.n)
     ssn_each, dd_each = (_stacked(quadratics, draw.n), _stacked(lengths, draw.n)) if lengths else (moved_each, draw.n)
+    if blocks.shards is not None:
+        rows = torch.stack([su_each, moved_each, ssn_each, dd_each])
+        su_each, moved_each, ssn_each, dd_each = blocks.shards.sums(blocks.params, rows)[0].unbind()
+        dd_each = dd_each if lengths else draw.n
     # The length of the move over that of the direction: a coordinate that never moves keeps eta = lr, and an unweighted
     # mean would show little else.
     eta = rates * torch.where(dd_each > 0, moved_each / torch.where(dd_each > 0, dd_each, 1), 1).sqrt()
@@ -233,7 +238,7 @@ def _move(
     ok: Tensor | None,
 ) -> None:
     """Move x <- x - eta (scale vector + weight_decay x)."""
-    xs = [real_view(p) for p in params]
+    xs = [real_view(local(p)) for p in params]
     etas = [eta if eta.device == x.device else eta.to(x.device) for x, eta in zip(xs, step_sizes, strict=True)]
     if _use_foreach(group["foreach"], xs):
         for start, stop in _buckets(xs):

@@ -1,0 +1,202 @@
+"""torch.distributed.checkpoint: what some ranks save, any other number of ranks loads, and goes on with.
+
+Runs of four ranks are saved after three of six steps, loaded by one and by two ranks, and finished. A run of one
+process on the same microbatches, which nothing interrupts, is what all of them are compared with, in float64 to 1e-10.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from sgdol import SGDOL
+
+STEPS, SAVED, PARTS = 6, 3, 4
+"""An odd number of steps before saving: in the middle of a pair, for runs that take pairs."""
+
+
+def model(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+
+
+def batches(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return list(torch.randn(PARTS, 4, 5, generator=generator, dtype=torch.float64).unbind())
+
+
+def objective(net, x):
+    return (net(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+PAIRED = "paired"
+OPTIONS: dict[str, dict] = {
+    "global": {},
+    "tensor, momentum, averaging": {"granularity": "tensor", "momentum": 0.9, "averaging": 2},
+    "group, pairs": {"granularity": "group", PAIRED: True},
+    "coordinate, pairs, momentum": {"granularity": "coordinate", "momentum": 0.5, PAIRED: True},
+}
+"""With pairs, every step has one backward of the whole batch, and two steps make an update."""
+
+
+def build(engine: str, name: str, seed: int = 0) -> tuple[torch.nn.Module, SGDOL]:
+    net = model(seed)
+    if engine == "fsdp":
+        fully_shard(net[0])
+        fully_shard(net)
+    elif engine == "ddp":
+        net = DistributedDataParallel(net)
+    options = {k: v for k, v in OPTIONS[name].items() if k != PAIRED}
+    weights = [p for p in net.parameters() if p.dim() > 1]
+    biases = [p for p in net.parameters() if p.dim() == 1]
+    return net, SGDOL([{"params": weights, "lr": 0.05}, {"params": biases}], lr=0.1, **options)
+
+
+def steps(net, opt, name: str, numbers, rank: int = 0, world: int = 1) -> None:
+    """Every rank has the same number of the microbatches; where it is to have one gradient, they are one batch."""
+    for step in numbers:
+        mine = batches(step)[rank::world]
+        if OPTIONS[name].get(PAIRED):
+            mine = [torch.cat(mine)]
+        for i, x in enumerate(mine):
+            last = i + 1 == len(mine)
+            if isinstance(net, DistributedDataParallel):
+                net.require_backward_grad_sync = last  # what no_sync sets
+            (objective(net, x) / len(mine)).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def outcome(net, opt) -> dict:
+    report = opt.diagnostics()
+    step_size = report.pop("step_size")
+    return {
+        "params": [whole(p.detach()).clone() for p in net.parameters()],
+        "averages": [whole(opt.state[p]["average"]) for p in net.parameters() if "average" in opt.state.get(p, {})],
+        "step_size": step_size,
+        "report": report,
+    }
+
+
+FORMS: dict[str, dict] = {
+    "plain": {},
+    "flat": {"flatten_optimizer_state_dict": True},
+    "full": {"full_state_dict": True},
+}
+
+
+def save(folder: str, net, opt, form: str) -> None:
+    model_state, optim_state = get_state_dict(net, opt, options=StateDictOptions(**FORMS[form]))
+    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=folder)
+
+
+def load(folder: str, net, opt, form: str) -> None:
+    options = StateDictOptions(**FORMS[form])
+    model_state, optim_state = get_state_dict(net, opt, options=options)
+    state = {"model": model_state, "optim": optim_state}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(net, opt, model_state_dict=state["model"], optim_state_dict=state["optim"], options=options)
+
+
+def runs(engines: list[str]) -> list[tuple[str, str, str]]:
+    """Every engine with every setting, in one form each but for the first setting."""
+    forms = {name: ["plain"] for name in OPTIONS}
+    forms["global"] = list(FORMS)
+    forms["coordinate, pairs, momentum"] = ["plain", "flat"]
+    # Pairs take the mean over the ranks as one gradient under fully_shard only; under DDP every rank has its own.
+    return [
+        (engine, name, form)
+        for engine in engines
+        for name, several in forms.items()
+        for form in several
+        if not (OPTIONS[name].get(PAIRED) and (engine == "ddp" or (name == "group, pairs" and engine != "single")))
+    ]
+
+
+def worker(rank: int, world: int, folder: str, first: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world)
+    done = {}
+    try:
+        for engine, name, form in runs(["fsdp", "ddp"]):
+            path = f"{folder}/{engine}-{name}-{form}".replace(" ", "")
+            net, opt = build(engine, name, seed=0 if first else 1)
+            if first:
+                steps(net, opt, name, range(SAVED), rank, world)
+                save(path, net, opt, form)
+                kept = copy.deepcopy(opt.state_dict()["param_groups"])
+            else:
+                load(path, net, opt, form)
+                kept = None
+            steps(net, opt, name, range(SAVED, STEPS), rank, world)
+            done[engine, name, form] = outcome(net, opt), kept is None or len(kept)
+        torch.save(done, f"{folder}/{world}-{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """What four ranks saved, and where they and two others ended."""
+    path = str(tmp_path_factory.mktemp("checkpoint"))
+    mp.spawn(worker, (4, path, True), nprocs=4)
+    mp.spawn(worker, (2, path, False), nprocs=2)
+    return path
+
+
+def uninterrupted(name: str) -> dict:
+    net, opt = build("single", name)
+    steps(net, opt, name, range(STEPS))
+    return outcome(net, opt)
+
+
+def assert_same(found: dict, wanted: dict, label: object) -> None:
+    for key in ("params", "averages"):
+        torch.testing.assert_close(found[key], wanted[key], rtol=1e-10, atol=1e-12, msg=lambda m: f"{label}: {m}")
+    assert found["step_size"] == pytest.approx(wanted["step_size"], rel=1e-10), label
+    assert found["report"] == pytest.approx(wanted["report"], rel=1e-9), label
+
+
+@pytest.mark.parametrize("world", [4, 2])
+def test_ranks_end_where_one_process_does(folder, world):
+    """Four that were not interrupted, and two that loaded what the four had saved half-way."""
+    wanted = {name: uninterrupted(name) for name in OPTIONS}
+    for rank in range(world):
+        done = torch.load(f"{folder}/{world}-{rank}.pt", weights_only=True)
+        for case, (found, _) in done.items():
+            assert_same(found, wanted[case[1]], case)
+
+
+@pytest.mark.parametrize(("engine", "name", "form"), runs(["fsdp", "ddp"]))
+def test_one_process_goes_on_where_four_ranks_were(folder, engine, name, form):
+    net, opt = build("single", name, seed=1)
+    load(f"{folder}/{engine}-{name}-{form}".replace(" ", ""), net, opt, form)
+    assert opt.pending == OPTIONS[name].get(PAIRED, False)
+    steps(net, opt, name, range(SAVED, STEPS))
+    assert_same(outcome(net, opt), uninterrupted(name), (engine, name, form))
+
+
+@pytest.mark.parametrize(("engine", "name", "form"), runs(["single"]))
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "used"])
+def test_a_single_process_saves_and_loads(tmp_path, engine, name, form, fresh):
+    """Into a new optimizer, and into one that has been on."""
+    net, opt = build(engine, name)
+    steps(net, opt, name, range(SAVED))
+    save(str(tmp_path / "checkpoint"), net, opt, form)
+    if fresh:
+        net, opt = build(engine, name, seed=1)
+    else:
+        steps(net, opt, name, range(SAVED, SAVED + (2 if form == "flat" else 1)))
+    load(str(tmp_path / "checkpoint"), net, opt, form)
+    steps(net, opt, name, range(SAVED, STEPS))
+    assert_same(outcome(net, opt), uninterrupted(name), (name, form))

@@ -1,0 +1,551 @@
+"""fully_shard (FSDP2), hybrid sharding and tensor parallelism with gloo: equality with one process.
+
+One process that runs the microbatches of all ranks, one backward after the other, is what every case is compared with:
+parameters, step sizes and diagnostics, in float64 to 1e-10. Numbers that all ranks have are equal to the bit.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from sgdol import SGDOL
+
+STEPS = 5
+BATCH = 4
+WIDTH = 7
+"""Not divisible by the number of ranks; and on four ranks the last bias, of one entry, leaves three without any."""
+
+
+def model(seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(5, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)
+    ).to(dtype)
+
+
+def batches(step: int, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return list(torch.randn(count, BATCH, 5, generator=generator, dtype=torch.float64).unbind())
+
+
+def objective(net, x):
+    return (net(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def groups(net, several: bool):
+    if not several:
+        return net.parameters()
+    weights = [p for p in net.parameters() if p.dim() > 1]
+    return [{"params": weights, "lr": 0.05}, {"params": [p for p in net.parameters() if p.dim() == 1]}]
+
+
+def alone(contributions: list[list[torch.Tensor]], clip: float | None, several: bool, options: dict) -> dict:
+    """One process: at each step, the mean over each list of batches is one gradient."""
+    net = model()
+    opt = SGDOL(groups(net, several), lr=0.1, **options)
+    step_sizes = []
+    for every in contributions:
+        for part in every:
+            (objective(net, part) / len(every)).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        opt.step()
+        opt.zero_grad()
+        step_sizes.append([float(g["step_size"]) for g in opt.param_groups])
+    return {
+        "params": [p.detach() for p in net.parameters()],
+        "averages": [opt.state[p]["average"] for p in net.parameters() if "average" in opt.state.get(p, {})],
+        "step_sizes": step_sizes,
+        "report": opt.diagnostics(),
+    }
+
+
+def shard(net, kind: str, world: int, policy: dict):
+    """The model, spread over the ranks."""
+    if kind == "flat":
+        return fully_shard(net, **policy)
+    if kind == "hybrid":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        for layer in (net[0], net[2]):
+            fully_shard(layer, mesh=mesh, **policy)
+        return fully_shard(net, mesh=mesh, **policy)
+    if kind == "tensor parallel":
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+        return parallelize_module(net, mesh, {"2": ColwiseParallel(), "4": RowwiseParallel()})
+    if kind == "both":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(net, mesh["tp"], {"2": ColwiseParallel(), "4": RowwiseParallel()})
+        return fully_shard(net, mesh=mesh["dp"], **policy)
+    for layer in (net[0], net[2], net[4]):
+        fully_shard(layer, **policy)
+    return fully_shard(net, **policy)
+
+
+def replicas(kind: str, world: int) -> int:
+    """How many ranks have data of their own."""
+    return {"tensor parallel": 1, "both": 2}.get(kind, world)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(
+    rank: int,
+    world: int,
+    kind: str = "nested",
+    microbatches: int = 1,
+    sync: bool = True,
+    clip: float | None = None,
+    several: bool = False,
+    policy: dict | None = None,
+    divide: float | None = None,
+    **options,
+) -> dict:
+    net = shard(model(), kind, world, policy or {})
+    if divide is not None:
+        for module in (net[0], net[2], net[4], net):
+            module.set_gradient_divide_factor(divide)
+    opt = SGDOL(groups(net, several), lr=0.1, **options)
+    count = replicas(kind, world)
+    mine = rank * count // world
+    step_sizes, reduced = [], []
+    for step in range(STEPS):
+        parts = batches(step, count * microbatches)[mine::count]
+        for i, x in enumerate(parts):
+            if not sync:
+                net.set_requires_gradient_sync(i + 1 == microbatches)
+            (objective(net, x) / microbatches * (1 if divide is None else divide / count)).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        with CommDebugMode() as communication:
+            opt.step()
+        reduced.append({str(k): v for k, v in communication.get_comm_counts().items() if v})
+        opt.zero_grad()
+        step_sizes.append([float(g["step_size"]) for g in opt.param_groups])
+    return {
+        "params": [full(p.detach()).clone() for p in net.parameters()],
+        "averages": [full(opt.state[p]["average"]) for p in net.parameters() if "average" in opt.state.get(p, {})],
+        "placed": all(
+            s.placements == p.placements
+            for p in net.parameters()
+            for s in opt.state.get(p, {}).values()
+            if isinstance(p, DTensor) and s.dim()
+        ),
+        "step_sizes": step_sizes,
+        "report": opt.diagnostics(),
+        "reduced": reduced,
+        "groups": [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups],
+    }
+
+
+# Programs that run on the ranks and, with the batches of all of them, in one process ----------------------------------
+
+
+def rescaled_between(net, opt, parts, share) -> None:
+    """Gradients are halved between two backward passes, on the second step thrown away."""
+    for step in range(STEPS):
+        for i in range(2):
+            for x in parts(step, i):
+                (objective(net, x) * share).backward()
+            if i == 0 and step == 1:
+                net.zero_grad(set_to_none=False)
+            elif i == 0:
+                for p in net.parameters():
+                    p.grad.mul_(0.5)
+        opt.step()
+        opt.zero_grad()
+
+
+def by_closure(net, opt, parts, share) -> None:
+    calls = itertools.count()
+
+    def closure():
+        opt.zero_grad()
+        for x in parts(next(calls), 0):
+            (objective(net, x) * share).backward()
+
+    for _ in range(STEPS):
+        opt.step(closure)
+
+
+def with_infinities(net, opt, parts, share) -> None:
+    """One rank's batch has an infinity: nobody moves, and all go on together."""
+    for step in range(STEPS):
+        for x in parts(step, 0):
+            mark = float("inf") if step == 2 and float(x[0, 0]) == float(batches(2, 2)[1][0, 0]) else 1.0
+            (objective(net, x * mark) * share).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def evaluated(net, opt, parts, share) -> None:
+    """A look at the averages in the middle changes nothing, and is a look at the averages."""
+    for step in range(STEPS):
+        for x in parts(step, 0):
+            (objective(net, x) * share).backward()
+        opt.step()
+        opt.zero_grad()
+        if step == 2:
+            with opt.averaged(), torch.no_grad():
+                opt.seen = net(batches(99, 1)[0])
+
+
+def by_hand(net, opt, parts, share) -> None:
+    """Gradients that were written by hand are one gradient a step."""
+    for step in range(2 * STEPS):
+        for x in parts(step, 0):
+            (objective(net, x) * share).backward()
+        for p in net.parameters():
+            p.grad = p.grad.clone()
+        opt._passes.reset()
+        opt.step()
+        opt.zero_grad()
+
+
+PROGRAMS: dict[str, tuple[Callable, dict]] = {
+    "rescaled between": (rescaled_between, {}),
+    "rescaled between, coordinate": (rescaled_between, {"granularity": "coordinate"}),
+    "rescaled between, paper": (rescaled_between, {"estimator": "paper"}),
+    "closure": (by_closure, {}),
+    "infinities": (with_infinities, {}),
+    "averages": (evaluated, {"averaging": 2, "granularity": "tensor"}),
+    "by hand": (by_hand, {}),
+}
+
+
+def run_program(name: str, net, parts, share: float) -> dict:
+    program, options = PROGRAMS[name]
+    opt = SGDOL(net.parameters(), lr=0.1, **options)
+    program(net, opt, parts, share)
+    return {
+        "params": [full(p.detach()).clone() for p in net.parameters()],
+        "seen": getattr(opt, "seen", torch.zeros(())),
+        "step_size": float(opt.param_groups[0]["step_size"]),
+        "counts": [opt.diagnostics()[key] for key in ("updates", "skipped", "gradients")],
+    }
+
+
+def mixed_precision(rank: int, world: int) -> list[torch.Tensor]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    net = shard(model(dtype=torch.float32), "nested", world, {"mp_policy": policy})
+    opt = SGDOL(net.parameters(), lr=0.1)
+    for step in range(STEPS):
+        objective(net, batches(step, world)[rank].bfloat16()).backward()
+        opt.step()
+        opt.zero_grad()
+    return [full(p.detach()) for p in net.parameters()]
+
+
+def continued(rank: int, world: int, state: dict) -> list[torch.Tensor]:
+    """The ordinary load_state_dict, with a state that one process has saved: each rank takes its piece."""
+    net = shard(model(), "nested", world, {})
+    opt = SGDOL(net.parameters(), lr=0.1, granularity="coordinate", momentum=0.9)
+    opt.load_state_dict(state)
+    for step in range(STEPS):
+        objective(net, batches(step, world)[rank]).backward()
+        opt.step()
+        opt.zero_grad()
+    return [full(p.detach()) for p in net.parameters()]
+
+
+def saved_state() -> dict:
+    """Of one process, in the middle of a pair."""
+    net = model()
+    opt = SGDOL(net.parameters(), lr=0.1, granularity="coordinate", momentum=0.9)
+    for step in range(3):
+        objective(net, torch.cat(batches(50 + step, 2))).backward()
+        opt.step()
+        opt.zero_grad()
+    return copy.deepcopy(opt.state_dict())
+
+
+def another_forward(rank: int, world: int) -> dict:
+    """A method that only fully_shard knows to be a forward: what each rank had is not seen, so steps are paired."""
+    net = fully_shard(model())
+    net.other = lambda x: torch.nn.Sequential.forward(net, x)
+    register_fsdp_forward_method(net, "other")
+    opt = SGDOL(net.parameters(), lr=0.1)
+    for step in range(4):
+        (net.other(batches(step, world)[rank]) - 1).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    return {"params": [full(p.detach()) for p in net.parameters()], "report": opt.diagnostics()["gradients"]}
+
+
+def refused(rank: int, world: int) -> dict[str, str]:
+    errors = {}
+    mesh = init_device_mesh("cpu", (world,))
+    try:
+        SGDOL([torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial()]))], lr=0.1)
+    except ValueError as error:
+        errors["partial"] = str(error)
+    net = fully_shard(model(), reshard_after_forward=False)
+    net.set_reshard_after_backward(False)  # else the ranks would wait for each other in the forward already
+    opt = SGDOL(net.parameters(), lr=0.1)
+    net.set_requires_gradient_sync(False)
+    for x in batches(0, 1 + rank):
+        objective(net, x).backward()
+    net.set_requires_gradient_sync(True)
+    objective(net, batches(1, 1)[0]).backward()
+    try:
+        opt.step()
+    except RuntimeError as error:
+        errors["uneven"] = str(error)
+    return errors
+
+
+def placed(rank: int, world: int) -> list[torch.Tensor]:
+    """Replicated and sharded DTensors by hand, side by side with an ordinary tensor, of a replicated loss."""
+    mesh = init_device_mesh("cpu", (world,))
+    values = [torch.linspace(1, 2, 6, dtype=torch.float64).view(3, 2) for _ in range(3)]
+    params = [
+        torch.nn.Parameter(distribute_tensor(values[0], mesh, [Replicate()])),
+        torch.nn.Parameter(distribute_tensor(values[1], mesh, [Shard(1)])),
+        torch.nn.Parameter(values[2].clone()),
+    ]
+    opt = SGDOL(params, lr=0.1, momentum=0.5)
+    for step in range(4):
+        for x in batches(step, 2):
+            sum((full(p) * x[:3, :2]).square().sum() for p in params).backward()
+        opt.step()
+        opt.zero_grad()
+    return [full(p.detach()) for p in params]
+
+
+def worker(rank: int, world: int, folder: str, cases: dict[str, dict]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    try:
+        done = {name: train(rank, world, **case) for name, case in cases.items()}
+        if world == 2:
+            for name in PROGRAMS:
+                net = shard(model(), "nested", world, {})
+                done[name] = run_program(name, net, lambda s, i: [batches(s, 2 * world)[rank + i * world]], 1.0)
+            done["mixed"] = mixed_precision(rank, world)
+            done["continued"] = continued(rank, world, torch.load(f"{folder}/state.pt", weights_only=True))
+            done["another"] = another_forward(rank, world)
+            done["refused"] = refused(rank, world)
+            done["placed"] = placed(rank, world)
+        torch.save(done, f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+NORMS, PAIRS, REDUCED = "each backward of each rank", "two steps", "each backward, averaged over the ranks"
+"""What the independent gradients of an update are."""
+
+CASES: dict[int, dict[str, tuple[dict, str]]] = {
+    2: {
+        "global": ({}, NORMS),
+        "global, one module, clipped": ({"kind": "flat", "clip": 0.5}, NORMS),
+        "global, two microbatches": ({"microbatches": 2}, NORMS),
+        "global, two microbatches, one reduction, clipped": ({"microbatches": 2, "sync": False, "clip": 0.5}, NORMS),
+        "global, momentum, two groups": ({"momentum": 0.9, "several": True, "foreach": True}, NORMS),
+        "global, momentum, the gradients' statistics": ({"momentum": 0.5, "statistics": "gradient"}, NORMS),
+        "global, not resharded after forward": ({"policy": {"reshard_after_forward": False}}, NORMS),
+        "global, offloaded": ({"policy": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}, NORMS),
+        "global, another divisor": ({"divide": 8.0, "microbatches": 2}, NORMS),
+        "global, averaging, maximize": ({"averaging": 2, "maximize": True}, NORMS),
+        "group, weight decay": ({"granularity": "group", "several": True, "weight_decay": 0.1}, NORMS),
+        "tensor, momentum": ({"granularity": "tensor", "momentum": 0.9, "microbatches": 2, "sync": False}, NORMS),
+        "tensor, foreach": ({"granularity": "tensor", "foreach": True, "several": True, "weight_decay": 0.1}, NORMS),
+        "coordinate": ({"granularity": "coordinate", "weight_decay": 0.1}, PAIRS),
+        "coordinate, momentum, two microbatches": (
+            {"granularity": "coordinate", "momentum": 0.9, "microbatches": 2, "clip": 0.5},
+            REDUCED,
+        ),
+        "coordinate, one reduction": ({"granularity": "coordinate", "microbatches": 2, "sync": False}, PAIRS),
+        "paper": ({"estimator": "paper", "momentum": 0.9}, PAIRS),
+        "paper, two microbatches, clipped": ({"estimator": "paper", "microbatches": 2, "clip": 0.5}, REDUCED),
+        "paper, coordinate": ({"estimator": "paper", "granularity": "coordinate", "several": True}, PAIRS),
+        "tensor parallel": ({"kind": "tensor parallel", "momentum": 0.9}, PAIRS),
+        "tensor parallel, two microbatches": ({"kind": "tensor parallel", "microbatches": 2}, NORMS),
+        "tensor parallel, coordinate": (
+            {"kind": "tensor parallel", "microbatches": 2, "granularity": "coordinate"},
+            NORMS,
+        ),
+    },
+    4: {
+        "global, clipped": ({"clip": 0.5}, NORMS),
+        "coordinate, three microbatches": ({"microbatches": 3, "granularity": "coordinate"}, REDUCED),
+        "tensor, momentum": ({"microbatches": 2, "granularity": "tensor", "momentum": 0.9, "clip": 0.5}, NORMS),
+        "hybrid": ({"kind": "hybrid"}, NORMS),
+        "hybrid, one reduction": ({"kind": "hybrid", "microbatches": 2, "sync": False, "momentum": 0.9}, NORMS),
+        "hybrid, coordinate": ({"kind": "hybrid", "microbatches": 2, "granularity": "coordinate"}, REDUCED),
+        "fully sharded and tensor parallel": ({"kind": "both", "momentum": 0.9}, NORMS),
+        "fully sharded and tensor parallel, tensor": ({"kind": "both", "granularity": "tensor"}, NORMS),
+        "fully sharded and tensor parallel, coordinate": ({"kind": "both", "granularity": "coordinate"}, PAIRS),
+    },
+}
+"""For each number of ranks: the settings of a run, and where its independent gradients come from."""
+
+ENGINE = ("kind", "microbatches", "sync", "clip", "several", "policy", "divide")
+"""Settings that are not the optimizer's."""
+
+
+def expected(world: int, settings: dict, source: str) -> dict:
+    count, microbatches = replicas(settings.get("kind", ""), world), settings.get("microbatches", 1)
+    contributions = []
+    for step in range(STEPS):
+        every = batches(step, count * microbatches)
+        size = {NORMS: 1, PAIRS: len(every), REDUCED: count}[source]
+        contributions.append([torch.cat(every[i : i + size]) for i in range(0, len(every), size)])
+    options = {k: v for k, v in settings.items() if k not in ENGINE}
+    return alone(contributions, settings.get("clip"), settings.get("several", False), options)
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def results(request, tmp_path_factory) -> tuple[int, list[dict]]:
+    """All runs of one world size in one set of processes: starting them is what takes the time."""
+    world, folder = request.param, tmp_path_factory.mktemp("fsdp")
+    cases = {name: settings for name, (settings, _) in CASES[world].items()}
+    torch.save(saved_state(), folder / "state.pt")
+    mp.spawn(worker, (world, str(folder), cases), nprocs=world)
+    return world, [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def tensors(tree) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict | list):
+        children = tree.values() if isinstance(tree, dict) else tree
+        return list(itertools.chain.from_iterable(map(tensors, children)))
+    return []
+
+
+def test_all_ranks_know_the_same_bits(results):
+    world, ranks = results
+    for name in CASES[world]:
+        for other in ranks[1:]:
+            for a, b in zip(tensors(ranks[0][name]), tensors(other[name]), strict=True):
+                assert torch.equal(a, b), name
+            assert other[name]["step_sizes"] == ranks[0][name]["step_sizes"], name
+
+
+def test_the_ranks_are_equal_to_one_process(results):
+    world, ranks = results
+    for name, (settings, source) in CASES[world].items():
+        found, wanted = ranks[0][name], expected(world, settings, source)
+        reports = [{k: v for k, v in run["report"].items() if k != "step_size"} for run in (found, wanted)]
+        assert reports[0] == pytest.approx(reports[1], rel=1e-9), name
+        assert found["report"]["updates"] == (STEPS // 2 if source == PAIRS else STEPS), name
+        torch.testing.assert_close(
+            found["params"], wanted["params"], rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
+        torch.testing.assert_close(found["averages"], wanted["averages"], rtol=1e-10, atol=1e-12)
+        for a, b in zip(found["step_sizes"], wanted["step_sizes"], strict=True):
+            assert a == pytest.approx(b, rel=1e-10), name
+
+
+def test_state_is_spread_as_its_parameter_is(results):
+    world, ranks = results
+    assert all(rank[name]["placed"] for rank in ranks for name in CASES[world])
+
+
+def test_an_update_communicates_once(results):
+    """Coordinates once more, to show what they did; the paper's estimator on microbatches, to see if they were cut."""
+    world, ranks = results
+    for name, (settings, source) in CASES[world].items():
+        twice = settings.get("granularity") == "coordinate" or (
+            settings.get("estimator") == "paper" and source != PAIRS
+        )
+        for step, reduced in enumerate(ranks[0][name]["reduced"]):
+            holds = source == PAIRS and step % 2 == 0
+            assert reduced == ({} if holds else {"c10d.allreduce_": 1 + twice}), name
+
+
+@pytest.fixture(scope="module")
+def two(results) -> list[dict]:
+    world, ranks = results
+    if world != 2:
+        pytest.skip("runs on two ranks")
+    return ranks
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_programs_do_the_same_on_ranks_as_in_one_process(two, name):
+    wanted = run_program(name, model(), lambda step, i: batches(step, 4)[2 * i : 2 * i + 2], 0.5)
+    if PROGRAMS[name][1].get("granularity") == "coordinate" or name in ("by hand", "rescaled between, paper"):
+        # Where the mean over the ranks is one gradient.
+        wanted = run_program(name, model(), lambda step, i: [torch.cat(batches(step, 4)[2 * i : 2 * i + 2])], 1.0)
+    for rank in two:
+        found = rank[name]
+        torch.testing.assert_close(found["params"], wanted["params"], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found["seen"], wanted["seen"], rtol=1e-10, atol=1e-12)
+        assert found["step_size"] == pytest.approx(wanted["step_size"], rel=1e-10)
+        assert found["counts"] == wanted["counts"]
+
+
+def test_mixed_precision_measures_the_gradients_that_it_reduces(two):
+    """One process computes the same bfloat16 gradients; sums of two in float32 may differ in the last bits."""
+    net = model(dtype=torch.float32)
+    opt = SGDOL(net.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for x in batches(step, 2):
+            low = {name: p.bfloat16() for name, p in net.named_parameters()}
+            x = x.bfloat16()
+            output = torch.func.functional_call(net, low, (x,))
+            ((output - x.sum(1, keepdim=True)).square().mean() / 2).backward()
+        opt.step()
+        opt.zero_grad()
+    torch.testing.assert_close(two[0]["mixed"], [p.detach() for p in net.parameters()], rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_of_one_process_is_continued(two):
+    net = model()
+    opt = SGDOL(net.parameters(), lr=0.1, granularity="coordinate", momentum=0.9)
+    opt.load_state_dict(saved_state())
+    assert opt.pending
+    for step in range(STEPS):
+        objective(net, torch.cat(batches(step, 2))).backward()
+        opt.step()
+        opt.zero_grad()
+    for rank in two:
+        torch.testing.assert_close(rank["continued"], [p.detach() for p in net.parameters()], rtol=1e-10, atol=1e-12)
+
+
+def test_a_forward_that_nobody_announced_makes_pairs(two):
+    net = model()
+    opt = SGDOL(net.parameters(), lr=0.1)
+    for step in range(4):
+        (net(torch.cat(batches(step, 2))) - 1).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    for rank in two:
+        assert rank["another"]["report"] == 2
+        wanted = [p.detach() for p in net.parameters()]
+        torch.testing.assert_close(rank["another"]["params"], wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_partial_parameters_and_uneven_passes_are_refused(two):
+    for rank in two:
+        assert "sharded or replicated" in rank["refused"]["partial"]
+        assert "2 ranks ran 5 in all" in rank["refused"]["uneven"]
+
+
+def test_replicated_sharded_and_ordinary_parameters_together(two):
+    params = [torch.nn.Parameter(torch.linspace(1, 2, 6, dtype=torch.float64).view(3, 2)) for _ in range(3)]
+    opt = SGDOL(params, lr=0.1, momentum=0.5)
+    for step in range(4):
+        for x in batches(step, 2):
+            sum((p * x[:3, :2]).square().sum() for p in params).backward()
+        opt.step()
+        opt.zero_grad()
+    for rank in two:
+        torch.testing.assert_close(rank["placed"], [p.detach() for p in params], rtol=1e-10, atol=1e-12)

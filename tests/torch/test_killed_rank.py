@@ -1,0 +1,64 @@
+"""A rank that dies ends the job: the others stop with an error, and nothing is saved that not all of them agree on."""
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from sgdol import SGDOL
+
+WORLD, DIES, STEPS = 3, 3, 8
+"""How many ranks there are, before which step one of them is killed, and how many steps there would be."""
+
+
+def worker(rank: int, folder: str, engine: str) -> None:
+    torch.set_num_threads(1)
+    # A rank that waits for one that is not there gives up after this time; a closed connection is noticed at once.
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=30),
+    )
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
+    model = fully_shard(net) if engine == "fsdp" else DistributedDataParallel(net)
+    opt = SGDOL(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(rank)
+    try:
+        for step in range(STEPS):
+            x = torch.randn(4, 5, generator=data, dtype=torch.float64)
+            model(x).square().mean().backward()
+            if step == DIES and rank == 1:
+                # After its backward: the others have every gradient they need, and only the optimizer's sum is missing.
+                os.kill(os.getpid(), signal.SIGKILL)
+            opt.step()
+            opt.zero_grad()
+            Path(f"{folder}/{step}-{rank}").touch()
+    except Exception as error:
+        Path(f"{folder}/error-{rank}").write_text(str(error))
+        sys.exit(1)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_the_others_stop_with_an_error_and_save_nothing_more(tmp_path, engine):
+    context = mp.get_context("spawn")
+    ranks = [context.Process(target=worker, args=(rank, str(tmp_path), engine)) for rank in range(WORLD)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=150)
+    assert [process.exitcode for process in ranks] == [1, -signal.SIGKILL, 1]
+    saved = {path.name for path in tmp_path.iterdir() if path.name[0].isdigit()}
+    assert saved == {f"{step}-{rank}" for step in range(DIES) for rank in range(WORLD)}
+    for rank in (0, 2):
+        assert (tmp_path / f"error-{rank}").read_text()
