@@ -22,10 +22,9 @@ def build() -> torch.nn.Sequential:
 @pytest.fixture
 def batches():
     generator = torch.Generator().manual_seed(1)
-    draw = [(3 + 2 * torch.randn(8, 5, generator=generator), torch.randint(3, (8,), generator=generator))]
-    return draw + [
+    return [
         (3 + 2 * torch.randn(8, 5, generator=generator), torch.randint(3, (8,), generator=generator))
-        for _ in range(BATCHES - 1)
+        for _ in range(BATCHES)
     ]
 
 

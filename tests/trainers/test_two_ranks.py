@@ -1,0 +1,100 @@
+"""Lightning and Accelerate on two ranks with gloo: k = ranks x accumulated batches, the same as one process."""
+
+import subprocess
+import sys
+
+import pytest
+
+COMMON = """
+import torch
+import torch.distributed as dist
+from sgdol import SGDOL
+
+torch.set_num_threads(1)
+data = torch.randn(64, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+def build():
+    torch.manual_seed(0)
+    return torch.nn.Linear(5, 1).double()
+
+def objective(net, batch):
+    return (net(batch[:, :5]) - batch[:, 5:]).square().mean()
+
+def compare(net, opt, seen, accumulate):
+    every = [None, None]
+    dist.all_gather_object(every, seen)
+    hand = build()
+    hand_opt = SGDOL(hand.parameters(), lr=0.1)
+    for i in range(0, len(seen), accumulate):
+        for rank in every:
+            for batch in rank[i : i + accumulate]:
+                (objective(hand, batch) / (2 * accumulate)).backward()
+        hand_opt.step()
+        hand_opt.zero_grad()
+    found, expected = opt.diagnostics(), hand_opt.diagnostics()
+    assert found["gradients"] == expected["gradients"] == 2 * accumulate, found
+    assert found["updates"] == 8 // accumulate, found
+    torch.testing.assert_close(torch.tensor(found["step_size"]), torch.tensor(expected["step_size"]))
+    for p, q in zip(net.parameters(), hand.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+        every = [torch.empty_like(p) for _ in range(2)]
+        dist.all_gather(every, p.detach())
+        assert torch.equal(*every)
+    print("same as one process")
+"""
+
+LIGHTNING = """
+from lightning.pytorch import LightningModule, Trainer
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net, self.seen = build(), []
+
+    def training_step(self, batch):
+        self.seen.append(batch)
+        return objective(self.net, batch)
+
+    def configure_optimizers(self):
+        return SGDOL(self.parameters(), lr=0.1)
+
+for accumulate in (1, 2):
+    model = Model()
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, accumulate_grad_batches=accumulate, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, precision="64-true",
+    )
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=4))
+    compare(model.net, trainer.optimizers[0], model.seen, accumulate)
+"""
+
+ACCELERATE = """
+from accelerate import Accelerator
+from accelerate.state import GradientState
+
+for accumulate in (1, 2):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    net = build()
+    opt = SGDOL(net.parameters(), lr=0.1)
+    model, prepared, loader = accelerator.prepare(net, opt, torch.utils.data.DataLoader(data, batch_size=4))
+    seen = []
+    for batch in loader:
+        seen.append(batch)
+        with accelerator.accumulate(model):
+            accelerator.backward(objective(model, batch))
+            prepared.step()
+            prepared.zero_grad()
+    compare(net, opt, seen, accumulate)
+    GradientState._reset_state()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [LIGHTNING, ACCELERATE], ids=["lightning", "accelerate"])
+def test_two_ranks_are_the_same_as_one_process(tmp_path, program):
+    script = tmp_path / "train.py"
+    script.write_text(COMMON + program)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run([sys.executable, *launch], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("same as one process") == 4
