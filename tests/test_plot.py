@@ -118,6 +118,18 @@ def test_a_single_record_and_one_without_any_value_can_be_drawn(tmp_path):
     figure.savefig(tmp_path / "one.png")
 
 
+def test_a_point_between_two_gaps_is_a_dot():
+    scales = [-1.0, 7.0, -1.0, 3.0, 4.0]
+    (line,) = curves(sgdol.plot([row(t, noise_scale=y) for t, y in enumerate(scales, start=1)]).axes[2]).values()
+    assert line.get_markevery() == [1]
+    assert line.get_marker() == "o"
+
+
+def test_a_step_size_that_stays_at_zero_is_said_to():
+    figure = sgdol.plot([row(t, step_size=0.0) for t in range(1, 4)])
+    assert [text.get_text() for text in figure.axes[0].texts] == ["nothing above zero"]
+
+
 def test_it_draws_into_a_figure_or_axes_that_it_is_given():
     figure = Figure()
     assert sgdol.plot(HISTORY, figure=figure) is figure

@@ -107,20 +107,25 @@ def _draw(panel: Axes, name: str, curves: Mapping[str, Curve]) -> None:
     drawn = {label: [(x, _shown(y, logarithmic)) for x, y in curve] for label, curve in curves.items()}
     values = [y for curve in drawn.values() for _, y in curve if math.isfinite(y)]
     if not values:
-        panel.text(0.5, 0.5, "no value yet", transform=panel.transAxes, ha="center", va="center", color="#666666")
+        known = any(not math.isnan(y) for curve in curves.values() for _, y in curve)
+        message = "nothing above zero" if known else "no value yet"
+        panel.text(0.5, 0.5, message, transform=panel.transAxes, ha="center", va="center", color="#666666")
         return
     merged = _merged(drawn)
     if len(merged) > len(LOOKS):
         _draw_range(panel, merged)
     else:
         for (label, curve), (colour, dashes) in zip(merged.items(), LOOKS, strict=False):
+            alone = _alone([y for _, y in curve])
             panel.plot(
                 *zip(*curve, strict=True),
                 label="_" if len(curves) == 1 else label,
                 color=colour,
                 linestyle=dashes,
                 drawstyle="steps-post" if name == "skipped" else "default",
-                marker="o" if len(curve) == 1 else None,
+                marker="o" if alone else None,
+                markersize=3,
+                markevery=alone or None,
             )
     if name == "noise_scale":
         _mark_gaps(panel, next(iter(drawn.values())))
@@ -137,6 +142,14 @@ def _draw(panel: Axes, name: str, curves: Mapping[str, Curve]) -> None:
         outside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if entries > 2 else {}
         title = "parameter group" if name == "step_size" else None
         panel.legend(title=title, fontsize=8, title_fontsize=8, framealpha=0.85, edgecolor="none", **outside)
+
+
+def _alone(values: Sequence[float]) -> list[int]:
+    """Where a line has no neighbour to be drawn to, and so needs a dot."""
+    padded = [math.nan, *values, math.nan]
+    return [
+        i for i, y in enumerate(values) if not math.isnan(y) and math.isnan(padded[i]) and math.isnan(padded[i + 2])
+    ]
 
 
 def _shown(value: float, logarithmic: bool) -> float:

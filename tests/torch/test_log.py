@@ -7,7 +7,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from sgdol import SGDOL
+from sgdol import SGDOL, SGDOLFree
 from sgdol.torch import Log, scalars
 
 
@@ -113,6 +113,31 @@ def test_step_sizes_are_named_after_their_groups(names, expected):
 def test_an_empty_group_has_no_step_size():
     opt = SGDOL([{"params": [torch.nn.Parameter(torch.ones(1))]}, {"params": []}], lr=0.1)
     assert scalars(opt)["step_size"] == 0.1
+
+
+def test_the_optimizer_that_measures_the_smoothness_is_logged_too():
+    x = torch.nn.Parameter(torch.ones(3))
+    opt = SGDOLFree([x])
+    generator, log = torch.Generator().manual_seed(0), Log(every=1)
+    for _ in range(5):
+        noise = torch.randn(2, 3, generator=generator)
+
+        def closure(noise=noise):
+            opt.zero_grad()
+            losses = [((x * x).sum() / 2 + row @ x) / 2 for row in noise]
+            for loss in losses:
+                loss.backward()
+            return sum(loss.detach() for loss in losses)
+
+        opt.step(closure)
+        log(opt)
+    found = opt.diagnostics()
+    assert log.history[-1] == {
+        "step": 5,
+        "step_size": found["step_size"][0],
+        **{name: found[name] for name in ("signal_to_noise", "noise_scale", "updates", "skipped", "gradients")},
+    }
+    assert found["updates"] == 5
 
 
 def test_a_log_that_was_saved_goes_on():

@@ -16,6 +16,7 @@ from sgdol import SGDOL
 from sgdol.torch.closures import draws_afresh
 from sgdol.trainers.lightning import StepSizeMonitor
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's, of torch
 BATCHES, BATCH = 12, 16
 
 
@@ -162,6 +163,7 @@ def test_a_closure_of_the_users_own_is_still_called_twice():
     assert draws_afresh(Draws().__call__)
     assert draws_afresh(functools.partial(Draws().again, 1))
     assert draws_afresh(functools.partial(max, 1, 2))
+    assert draws_afresh(functools.partial(Classifier().training_step, None))
 
 
 @pytest.mark.parametrize(("accumulate", "stop"), [(1, 7), (1, 12), (3, 5), (3, 2)])
