@@ -7,8 +7,9 @@ are the runs with the tuned learning rate on the other seeds. A method without a
 run on those seeds alone.
 
 Every run is kept in a file of its own, written whole or not at all, named after everything that makes its numbers: the
-problem, the method and its version, the learning rate, the seed, the budget, and the code of the objectives and of the
-optimizers of this package. So an interrupted table continues where it was, and a changed problem is run again.
+problem, the method and its version, the learning rate, the seed, the budget, the code of the suite, and what the
+optimizers of this package do in a few short runs. So an interrupted table continues where it was, and what has changed
+is run again.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Cache:
             "budget": budget,
             "torch": torch.__version__,
             "code": _code_of_the_suite(),
-            "optimizer": _code_of_our_optimizer(method.optimizer) if method.optimizer in _CODE else "",
+            "behaviour": _behaviour(method),
         }
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         return self.folder / method.name / f"{problem.name.replace(' ', '_').replace('*', 'x')}-{digest[:20]}.json"
@@ -147,24 +148,35 @@ def _code_of_the_suite() -> str:
     return _hash([data, networks, objectives, training])
 
 
-_CODE = {
-    "sgdol:SGDOL": (
-        "surrogate",
-        "learners",
-        "torch.passes",
-        "torch.blocks",
-        "torch.draw",
-        "torch.update",
-        "torch.optimizer",
-    ),
-    "sgdol:SGDOLFree": ("surrogate", "free", "torch.passes", "torch.rerun", "torch.vectors", "torch.free"),
-}
-"""The modules that make the numbers of this package's optimizers. Those of others have a version."""
+def _behaviour(method: Method) -> str:
+    """What this package's optimizers do in a few short runs, to nine digits. Those of others have a version.
+
+    Their code changes often without changing a number, and to hash it would run everything again each time. The rule of
+    the optimizer without M has branches that short runs may not reach: its module is looked at as well.
+    """
+    if method.package != "sgdol":
+        return ""
+    key = json.dumps(method.specification(), sort_keys=True)
+    if key not in _probed:
+        _probed[key] = _probe(method)
+    return _probed[key]
 
 
-@functools.cache
-def _code_of_our_optimizer(optimizer: str) -> str:
-    return _hash(importlib.import_module(f"sgdol.{name}") for name in _CODE[optimizer])
+_probed: dict[str, str] = {}
+_PROBES = (("rosenbrock-10d", -2), ("logistic-cancer", 0), ("mlp-digits", -1))
+
+
+def _probe(method: Method) -> str:
+    digest = hashlib.sha256()
+    for name, k in _PROBES:
+        problem = problems.get(name)
+        rate = None if method.rate is None else _rate(getattr(problem.scales, method.rate), k)
+        result = training.run(problem, method, seed=9, rate=rate, budget=40)
+        for outcome in result.outcomes.values():
+            digest.update(f"{outcome.gap:.9e} {result.evaluations} {result.steps}".encode())
+    if method.optimizer == "sgdol:SGDOLFree":
+        digest.update(_hash([importlib.import_module("sgdol.free")]).encode())
+    return digest.hexdigest()
 
 
 # Tuning ---------------------------------------------------------------------------------------------------------------
