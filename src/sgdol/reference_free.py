@@ -25,7 +25,7 @@ class Run(NamedTuple):
     iterates: Vector
     """x_1, ..., x_{T+1}, along the first axis: where each step ended."""
     averages: Vector
-    """The averages after each step; the last is what is to be used."""
+    """The averages of the points that steps started from, so of none that was taken back; the last is to be used."""
     step_sizes: Vector
     """eta_1, ..., eta_T; 0 where a batch was skipped."""
     smoothness: Vector
@@ -163,6 +163,7 @@ def sgdol_free(
             if capped:
                 eta = 2 * smax / _norm(d)
             smax = max(smax, eta * _norm(d))
+            average = average + min(1.0, (a + 1) / (t + 1 + a)) * (x - average)
             x = x - eta * (d + weight_decay * x)
             u = _signal(parts)
             S += u
@@ -170,7 +171,6 @@ def sgdol_free(
             V += u * u
             G = max(_norm(g), 0.95 * G)
             t += 1
-            average = average + min(1.0, (a + 1) / (t + a)) * (x - average)
             made = True
         elif not finite:
             skipped += 1

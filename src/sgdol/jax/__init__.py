@@ -23,12 +23,14 @@ from sgdol.jax._averaging import PolynomialAverageState, averaged_params
 from sgdol.jax._blocks import GRANULARITIES
 from sgdol.jax._core import ScaleBySGDOLState
 from sgdol.jax._diagnostics import diagnostics
+from sgdol.jax._free import SGDOLFreeState, sgdol_free
 from sgdol.jax._microbatch import mean_of_microbatches, microbatch_grads
 from sgdol.jax._sgdol import scale_by_sgdol, sgdol
 
 __all__ = [
     "GRANULARITIES",
     "PolynomialAverageState",
+    "SGDOLFreeState",
     "ScaleBySGDOLState",
     "averaged_params",
     "diagnostics",
@@ -36,4 +38,5 @@ __all__ = [
     "microbatch_grads",
     "scale_by_sgdol",
     "sgdol",
+    "sgdol_free",
 ]

@@ -350,12 +350,12 @@ class SGDOLFree(Optimizer):
         rule.momentum_weight = beta * rule.momentum_weight + (1 - beta)
         direction_norm = math.sqrt(numbers(inner(momenta, momenta))[0]) / rule.momentum_weight
         rule.choose_step_size(direction_norm, self._decay(), self._settings)
-        self._move(params, rule)
         rule.observe(now.u, now.n)
+        # The average is over the points that steps start from: of none that is taken back afterwards.
         power = self.defaults["averaging"]
         weight = min(1.0, (power + 1) / (rule.updates + power))
-        averages = [self._average(p) for p in params]
-        lerp(averages, self._views(params), weight, foreach=self._foreach(params))
+        lerp([self._average(p) for p in params], self._views(params), weight, foreach=self._foreach(params))
+        self._move(params, rule)
 
     def _move(self, params: list[Tensor], rule: Rule, *, back: bool = False) -> None:
         """Make the step x <- x - eta (d + weight_decay x), or take it back."""
