@@ -1,8 +1,10 @@
 """No learning rate and no smoothness constant: SGDOLFree measures what it needs. Experimental.
 
 The closure evaluates one batch in two halves and returns its loss. It is called once per step, and about every tenth
-step once more, at the point before the last step: so draw the batch outside.
+step once more, at the point before the last step: so the batch is drawn outside.
 """
+
+from functools import partial
 
 import torch
 from sklearn.datasets import load_digits
@@ -24,7 +26,7 @@ loss_fn = torch.nn.CrossEntropyLoss()
 opt = SGDOLFree(model.parameters())
 
 
-def closure() -> torch.Tensor:
+def backward(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The loss of the batch, in two halves: two independent gradients."""
     opt.zero_grad()
     total = torch.zeros(())
@@ -38,9 +40,9 @@ def closure() -> torch.Tensor:
 for epoch in range(10):
     model.train()
     for inputs, targets in loader:
-        opt.step(closure)
+        opt.step(partial(backward, inputs, targets))
     with opt.averaged():  # evaluate, and save, the averaged weights
-        torch.optim.swa_utils.update_bn(DataLoader(images[train], batch_size=500), model)
+        torch.optim.swa_utils.update_bn(images[train].split(500), model)
         model.eval()
         accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean()
     report = opt.diagnostics()

@@ -31,11 +31,13 @@ class Settings(NamedTuple):
     """The first so many steps are all looked back at..."""
     warm_memory: float = 0.8
     """...and what is left of a curvature after one of them."""
-    largest: float = 2.0
+    largest: float = 4.0
     """The step size without noise, in units of 1/M."""
-    charge: float = 0.5
-    """What noise costs: the step size without signal falls as 1/(charge M noise)."""
-    kappa: float = 1.0
+    charge: float = 1.0
+    """What noise costs: without signal the step size falls as 1/(charge M noise)."""
+    waiver: float = 0.5
+    """What share of that cost is waived while the loss falls."""
+    kappa: float = 4.0
     """alpha in units of the first squared gradient."""
     floor: float = 0.5
     """The signal is at least this many of its own standard errors."""
@@ -46,8 +48,10 @@ class Settings(NamedTuple):
     jump: float = 3.0
     """A gradient so much longer than the recent ones is a reason to look back."""
     rejection: float = 4.0
-    """A step is taken back if its curvature term exceeds so many times its linear term."""
-    decay: float = 0.995
+    """A step is taken back if its curvature term exceeds so many times its linear term..."""
+    lesson: float = 3.0
+    """...and raises M so many times at most."""
+    decay: float = 0.97
     """What is left of a penalty after one more step."""
 
 
@@ -92,6 +96,10 @@ class Rule:
     """...of their distance to it..."""
     first_loss: float = 0.0
     """...and where it stood at first."""
+    late_loss: float = 0.0
+    """The mean of the batch losses over about the last tenth of the run..."""
+    later_half_loss: float = 0.0
+    """...and over about its later half."""
     step_size: float = 0.0
     """Eta of the last step; 0 if there is none to look back at."""
     capped: bool = False
@@ -134,6 +142,8 @@ class Rule:
 
     def track(self, loss: float) -> None:
         """Learn what losses are usual."""
+        self.late_loss += 9 / (self.updates + 9) * (loss - self.late_loss)
+        self.later_half_loss += 3 / (self.updates + 3) * (loss - self.later_half_loss)
         if self.updates == 0:
             self.mean_loss = self.first_loss = loss
             return
@@ -148,6 +158,17 @@ class Rule:
 
     def _progress(self) -> float:
         return self.first_loss - self.mean_loss
+
+    def _falling(self) -> float:
+        """From 0, the loss stands still or rises, to 1: it falls at least as a straight line from its start would.
+
+        The two means are on average a tenth and a quarter of the run old, so that on a straight line they are 0.15 of
+        the whole progress apart.
+        """
+        progress = self.first_loss - self.late_loss
+        if not progress > 0:
+            return 0.0
+        return min(max((self.later_half_loss - self.late_loss) / progress / 0.15, 0.0), 1.0)
 
     # 2. The look-back ----------------------------------------------------------------------------------------------
 
@@ -179,7 +200,7 @@ class Rule:
         if not finite or (r * ss > settings.rejection * abs(qs) and r > self.smoothness):
             self.rejections += 1
             self.longest = min(self.longest, math.sqrt(ss) / 2)
-            self.smoothness = min(r, 16 * self.smoothness)
+            self.smoothness = min(r, settings.lesson * self.smoothness)
             self.curvature_squares = self.smoothness**2
             self.norm_squares = self.curvature_squares
             self.curvature_weight = 1.0
@@ -207,7 +228,8 @@ class Rule:
         m = self.smoothness + smoothness_of_decay
         alpha = settings.kappa * self.alpha
         gain = max(alpha + self.signal, settings.floor * math.sqrt(self.signal_squares))
-        cost = alpha + max(self.signal, 0.0) / settings.largest + settings.charge * max(self.noise, 0.0)
+        charge = settings.charge * (1 - settings.waiver * self._falling())
+        cost = alpha + max(self.signal, 0.0) / settings.largest + charge * max(self.noise, 0.0)
         eta = gain / (m * cost) / self.penalty
         self.penalty = max(1.0, settings.decay * self.penalty)
         if self.updates == 0:

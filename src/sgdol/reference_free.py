@@ -72,7 +72,7 @@ def sgdol_free(
     S = N = V = 0.0
     penalty = 1.0
     since = 0
-    eta = M = Q = Y = W = alpha = smax = G = mu = F0 = sd = 0.0
+    eta = M = Q = Y = W = alpha = smax = G = mu = F0 = sd = late = later = 0.0
     capped = False
     evaluations = rejections = rollbacks = skipped = 0
     iterates, averages, step_sizes, smoothness = [x.copy()], [], [], []
@@ -131,7 +131,7 @@ def sgdol_free(
                     if not finite or (r * _dot(s, s) > 4 * abs(_dot(q, s)) and r > M):
                         x, fx, parts, finite = before, fp, there, True
                         smax = min(smax, _norm(s) / 2)
-                        M = min(r, 16 * M)
+                        M = min(r, 3 * M)
                         Q = Y = M**2
                         W = 1.0
                         rejections += 1
@@ -142,6 +142,8 @@ def sgdol_free(
 
         # 3. The step.
         if finite and alpha > 0:
+            late += 9 / (t + 9) * (fx - late)
+            later += 3 / (t + 3) * (fx - later)
             if t == 0:
                 mu = F0 = fx
             else:
@@ -154,9 +156,11 @@ def sgdol_free(
             m = beta * m + (1 - beta) * g
             weight = beta * weight + (1 - beta)
             d = m / weight
-            gain = max(alpha + S, 0.5 * sqrt(V))
-            eta = gain / ((M + weight_decay) * (alpha + max(S, 0) / 2 + 0.5 * max(N, 0))) / penalty
-            penalty = max(1.0, 0.995 * penalty)
+            falling = min(max((later - late) / (F0 - late) / 0.15, 0.0), 1.0) if late < F0 else 0.0
+            gain = max(4 * alpha + S, 0.5 * sqrt(V))
+            cost = 4 * alpha + max(S, 0) / 4 + (1 - 0.5 * falling) * max(N, 0)
+            eta = gain / ((M + weight_decay) * cost) / penalty
+            penalty = max(1.0, 0.97 * penalty)
             if t == 0:
                 smax = 0.1 * eta * _norm(d) / 2
             capped = eta * _norm(d) > 2 * smax

@@ -165,14 +165,15 @@ def test_the_problems_reach_every_branch():
 # Other units ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", [START, 0 * START], ids=["elsewhere", "zero"])
-@pytest.mark.parametrize("problem", list(PROBLEMS))
-@pytest.mark.parametrize(("scale_f", "scale_x"), [(2.0**20, 1.0), (2.0**-20, 1.0), (1.0, 2.0**20), (1.0, 2.0**-20)])
+@pytest.mark.parametrize(
+    ("problem", "start"),
+    [*((name, START) for name in PROBLEMS), ("rosenbrock", 0 * START)],
+    ids=[*PROBLEMS, "rosenbrock from zero"],
+)
+@pytest.mark.parametrize(("scale_f", "scale_x"), [(2.0**20, 1.0), (1.0, 2.0**20), (2.0**-20, 2.0**-20)])
 def test_powers_of_two_change_nothing_but_the_scale(problem, scale_f, scale_x, start):
-    if problem != "rosenbrock" and not start.any():
-        pytest.skip("its loss is 0 there, and so is every length")
-    one = train(problem, 60, start=start)
-    other = train(problem, 60, scale_f=scale_f, scale_x=scale_x, start=start)
+    one = train(problem, 40, start=start)
+    other = train(problem, 40, scale_f=scale_f, scale_x=scale_x, start=start)
     np.testing.assert_array_equal(other[0], scale_x * one[0])
     np.testing.assert_array_equal(other[1], scale_x * one[1])
     np.testing.assert_array_equal(other[2], one[2] * scale_x**2 / scale_f)
@@ -372,7 +373,7 @@ def test_groups_decay_on_their_own():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stop", [1, 7, 16])
+@pytest.mark.parametrize("stop", [1, 16])
 def test_resuming_is_exact(stop, dtype):
     net = network(dtype)
     opt = SGDOLFree(net.parameters())

@@ -46,6 +46,8 @@ class Learned(NamedTuple):
     mean_loss: jax.Array
     loss_deviation: jax.Array
     first_loss: jax.Array
+    late_loss: jax.Array
+    later_half_loss: jax.Array
     step_size: jax.Array
     capped: jax.Array
     rejections: jax.Array
@@ -74,6 +76,15 @@ class _Point(NamedTuple):
     u: jax.Array
     n: jax.Array
     finite: jax.Array
+
+
+class _Probe(NamedTuple):
+    """How far the search for a first M has come."""
+
+    length: jax.Array
+    smoothness: jax.Array
+    told: jax.Array
+    count: jax.Array  # type: ignore[assignment]
 
 
 def sgdol_free(
@@ -148,7 +159,7 @@ def sgdol_free(
         if params is None or value is None or value_and_grads is None:
             raise ValueError(
                 "sgdol_free evaluates the batch at an earlier point as well: call update(grads, state, params, "
-                "value=loss, value_and_grads=function of the parameters that returns the loss and the stacked gradients)"
+                "value=loss, value_and_grads=f), f a function of the parameters that returns the loss and the gradients"
             )
         r = state.learned
         kind = r.signal.dtype
@@ -222,12 +233,10 @@ def sgdol_free(
         moved = looked & (ss > 0)
         over = jnp.where(moved, ss, 1.0)
         curvature = jnp.where(now.finite, ys / over, 4 * r.smoothness)
-        bad = moved & (
-            ~now.finite | ((curvature * ss > settings.rejection * jnp.abs(qs)) & (curvature > r.smoothness))
-        )
+        bad = moved & (~now.finite | ((curvature * ss > settings.rejection * jnp.abs(qs)) & (curvature > r.smoothness)))
         good = moved & ~bad
         kept = jnp.where(r.updates <= settings.warm, settings.warm_memory, settings.memory**settings.interval)
-        lowered = jnp.minimum(curvature, 16 * r.smoothness)
+        lowered = jnp.minimum(curvature, settings.lesson * r.smoothness)
         squares = kept * r.curvature_squares + curvature**2
         norms = kept * r.norm_squares + yy / over
         weight = kept * r.curvature_weight + 1
@@ -260,9 +269,15 @@ def sgdol_free(
         m_new = jax.tree.map(lambda v, g: v + (1 - momentum) * (g - v), m, now.g)
         weight = momentum * r.momentum_weight + (1 - momentum)
         length = jnp.sqrt(_dot(m_new, m_new).astype(kind)) / weight
+        t = r.updates.astype(kind)
+        late = r.late_loss + 9 / (t + 9) * (now.loss - r.late_loss)
+        later = r.later_half_loss + 3 / (t + 3) * (now.loss - r.later_half_loss)
+        ahead = top > late
+        falling = jnp.where(ahead, jnp.clip((later - late) / jnp.where(ahead, top - late, 1.0) / 0.15, 0.0, 1.0), 0.0)
         alpha = settings.kappa * r.alpha
         gain = jnp.maximum(alpha + r.signal, settings.floor * jnp.sqrt(r.signal_squares))
-        cost = alpha + jnp.maximum(r.signal, 0) / settings.largest + settings.charge * jnp.maximum(r.noise, 0)
+        charge = settings.charge * (1 - settings.waiver * falling)
+        cost = alpha + jnp.maximum(r.signal, 0) / settings.largest + charge * jnp.maximum(r.noise, 0)
         eta = gain / ((r.smoothness + weight_decay) * cost) / r.penalty
         longest = jnp.where(start, settings.probe * eta * length / settings.growth, r.longest)
         capped = eta * length > settings.growth * longest
@@ -279,6 +294,8 @@ def sgdol_free(
             mean_loss=mean,
             loss_deviation=jnp.where(start, 0.0, deviation),
             first_loss=top,
+            late_loss=late,
+            later_half_loss=later,
             step_size=eta,
             capped=capped,
         )
@@ -303,20 +320,22 @@ def _first_smoothness(now: _Point, evaluate: Callable[[Any], _Point]) -> tuple[j
     size = jnp.sqrt(_dot(now.x, now.x).astype(now.n.dtype))
     length = jnp.where(size > 0, size / 64, jnp.where(now.loss != 0, jnp.abs(now.loss) / norm / 8, 1.0))
 
-    def probe(carry: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        length, _, _, count = carry
-        there = evaluate(jax.tree.map(lambda x, g: x.astype(g.dtype) - (length / norm).astype(g.dtype) * g, now.x, now.g))
+    def probe(carry: _Probe) -> _Probe:
+        length = carry.length
+        there = evaluate(
+            jax.tree.map(lambda x, g: x.astype(g.dtype) - (length / norm).astype(g.dtype) * g, now.x, now.g)
+        )
         y = jax.tree.map(jnp.subtract, there.g, now.g)
         change = jnp.sqrt(_dot(y, y).astype(norm.dtype)) / norm
         told = there.finite & (change >= PROBED[0]) & (change <= PROBED[1])
         share = jnp.where(told, change, jnp.where(there.finite, jnp.maximum(change, PROBED[0]), 1.0))
         factor = jnp.where(change > 0, jnp.clip(AIM / jnp.where(change > 0, change, 1.0), 1 / 64, 64.0), 64.0)
         longer = length * jnp.where(there.finite, factor, 1 / 64)
-        return longer, share * norm / length, told, count + 1
+        return _Probe(longer, share * norm / length, told, carry.count + 1)
 
-    start = (length, jnp.zeros_like(length), jnp.zeros((), bool), jnp.zeros((), jnp.int32))
-    _, smoothness, _, count = jax.lax.while_loop(lambda c: ~c[2] & (c[3] < PROBES), probe, start)
-    return smoothness, count
+    start = _Probe(length, jnp.zeros_like(length), jnp.zeros((), bool), jnp.zeros((), jnp.int32))
+    done = jax.lax.while_loop(lambda c: ~c.told & (c.count < PROBES), probe, start)
+    return done.smoothness, done.count
 
 
 def _count(stacked: Any, params: Any) -> int:
