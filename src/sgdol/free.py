@@ -49,9 +49,9 @@ class Settings(NamedTuple):
     """A gradient so much longer than the recent ones is a reason to look back."""
     rejection: float = 4.0
     """A step is taken back if its curvature term exceeds so many times its linear term..."""
-    lesson: float = 3.0
+    lesson: float = 2.0
     """...and raises M so many times at most."""
-    decay: float = 0.97
+    decay: float = 0.95
     """What is left of a penalty after one more step."""
 
 

@@ -131,7 +131,7 @@ def sgdol_free(
                     if not finite or (r * _dot(s, s) > 4 * abs(_dot(q, s)) and r > M):
                         x, fx, parts, finite = before, fp, there, True
                         smax = min(smax, _norm(s) / 2)
-                        M = min(r, 3 * M)
+                        M = min(r, 2 * M)
                         Q = Y = M**2
                         W = 1.0
                         rejections += 1
@@ -160,7 +160,7 @@ def sgdol_free(
             gain = max(4 * alpha + S, 0.5 * sqrt(V))
             cost = 4 * alpha + max(S, 0) / 4 + (1 - 0.5 * falling) * max(N, 0)
             eta = gain / ((M + weight_decay) * cost) / penalty
-            penalty = max(1.0, 0.97 * penalty)
+            penalty = max(1.0, 0.95 * penalty)
             if t == 0:
                 smax = 0.1 * eta * _norm(d) / 2
             capped = eta * _norm(d) > 2 * smax

@@ -158,15 +158,19 @@ def test_vmap_is_a_loop():
 
 def test_a_batch_that_is_not_finite_is_skipped():
     optimizer = sgdol_free()
-    x = jnp.asarray(START)
-    state = optimizer.init(x)
-    for factor in (1.0, 1.0, np.nan, 1.0):
 
-        def evaluate(x, factor=factor):
+    @jax.jit
+    def step(x, state, factor):
+        def evaluate(x):
             return factor * jnp.sum(x * x), jnp.stack([2 * factor * x] * 2)
 
         value, grads = evaluate(x)
-        updates, state = optimizer.update(grads, state, x, value=value, value_and_grads=evaluate)
+        return optimizer.update(grads, state, x, value=value, value_and_grads=evaluate)
+
+    x = jnp.asarray(START)
+    state = optimizer.init(x)
+    for factor in (1.0, 1.0, np.nan, 1.0):
+        updates, state = step(x, state, factor)
         assert np.isnan(factor) == (not np.any(updates))
         x = optax.apply_updates(x, updates)
     assert state.learned.skipped == 1

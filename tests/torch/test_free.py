@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sgdol import SGDOL, SGDOLFree
@@ -256,10 +258,11 @@ def test_batch_norm_statistics_are_those_of_one_call():
     assert int(net[1].num_batches_tracked) == 2 * 8
 
 
-def test_statistics_survive_a_batch_that_is_not_finite():
+@pytest.mark.parametrize("steps", [0, 4])
+def test_statistics_survive_a_batch_that_is_not_finite(steps):
     net = network()
     opt = SGDOLFree(net.parameters())
-    train_network(net, opt, 0, 4)
+    train_network(net, opt, 0, steps)
     before = copy.deepcopy(net.state_dict())
     opt.step(net_closure(opt, net, batch(4) * math.nan))
     for name, value in net.state_dict().items():
@@ -555,11 +558,11 @@ def parallel_worker(rank: int, folder: str) -> None:
         for t in range(20):
             x = batch(t).chunk(WORLD)[rank]
             losses.append(opt.step(net_closure(opt, net, x * (50.0 if t == 15 else 1.0), parts=1)))
-        report = opt.diagnostics()
-        torch.save(
-            {"params": [p.detach() for p in net.parameters()], "state": opt.state_dict(), "report": report},
-            f"{folder}/{rank}.pt",
-        )
+        sharded = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (WORLD,)), [Shard(0)]))
+        with pytest.raises(NotImplementedError, match="does not support DTensor"):
+            SGDOLFree([sharded])
+        saved = {"params": [p.detach() for p in net.parameters()], "state": opt.state_dict()}
+        torch.save({**saved, "report": opt.diagnostics()}, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
 

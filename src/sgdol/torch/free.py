@@ -140,11 +140,10 @@ class SGDOLFree(Optimizer):
                 "calls backward() on each and returns the loss. Got closure=None"
             )
         self._refuse_moved()
-        self._rerun.remember({p.device for p in self._all()})
         rule = Rule(**self.param_groups[0].get("rule", {}))
-        with torch.enable_grad():
-            rule.evaluations += 1
-            self._clear()
+        rule.evaluations += 1
+        self._clear()
+        with self._rerun.first({p.device for p in self._all()}), torch.enable_grad():
             result = closure()
         now = self._measure(result)
         if not now.finite:

@@ -47,13 +47,21 @@ class Rerun:
     def __init__(self) -> None:
         self._random: dict[torch.device, Tensor] = {}
         self._moving: list[tuple[weakref.ref[torch.nn.Module], str]] = []
+        self._known = False  # whether a call has shown which buffers move
         self._before: list[_Saved] = []
 
-    def remember(self, devices: set[torch.device]) -> None:
-        """The closure is about to be called for the first time in this step."""
+    @contextmanager
+    def first(self, devices: set[torch.device]) -> Iterator[None]:
+        """Inside, the closure is called for the first time in this step; it may use generators of these devices."""
         self._random = _random_states(devices)
+        if not self._known:
+            with _saving() as seen:
+                yield
+            self._before = list(seen.values())
+            return
         owners = ((owner(), name) for owner, name in self._moving)
         self._before = [s for module, name in owners if module is not None for s in _save(module, name)]
+        yield
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -65,25 +73,34 @@ class Rerun:
     def again(self) -> Iterator[None]:
         """Inside, the closure draws the same random numbers; afterwards nothing shows that it was called."""
         after = _random_states(self._random)
-        seen: dict[tuple[int, str], _Saved] = {}
-
-        def keep(module: torch.nn.Module, _: Any) -> None:
-            for name in module._buffers:
-                if (id(module), name) not in seen:
-                    for saved in _save(module, name):
-                        seen[id(module), name] = saved
-
         _set_random_states(self._random)
-        hook = register_module_forward_pre_hook(keep)
-        try:
-            yield
-        finally:
-            hook.remove()
-            _set_random_states(after)
-            known = {(owner, name) for owner, name in self._moving}
-            with torch.no_grad():
-                moved = [(saved.owner, saved.name) for saved in seen.values() if saved.restore()]
-            self._moving += [m for m in moved if m not in known]
+        with _saving() as seen:
+            try:
+                yield
+            finally:
+                _set_random_states(after)
+                with torch.no_grad():
+                    moved = [(saved.owner, saved.name) for saved in seen.values() if saved.restore()]
+                self._moving += [m for m in moved if m not in self._moving]
+                self._known = True
+
+
+@contextmanager
+def _saving() -> Iterator[dict[tuple[int, str], _Saved]]:
+    """Inside, the buffers of every module are saved before it is called for the first time."""
+    seen: dict[tuple[int, str], _Saved] = {}
+
+    def save(module: torch.nn.Module, _: Any) -> None:
+        for name in module._buffers:
+            if (id(module), name) not in seen:
+                for saved in _save(module, name):
+                    seen[id(module), name] = saved
+
+    hook = register_module_forward_pre_hook(save)
+    try:
+        yield seen
+    finally:
+        hook.remove()
 
 
 def _save(module: torch.nn.Module, name: str) -> list[_Saved]:
