@@ -66,7 +66,23 @@ def test_tensorboard_gets_the_history_and_a_figure_is_drawn(tmp_path):
     assert (tmp_path / "learned.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_optax_trains_with_microbatches():
+    """It ends at 0.960 here, on an average of the iterates; the threshold leaves room for other roundings."""
+    output = run(str(EXAMPLES / "optax_loop.py"))
+    assert accuracies(output)[-1] > 0.94
+    step_sizes = [float(value) for value in re.findall(r"step size ([\d.]+)", output)]
+    assert 0 < step_sizes[-1] < step_sizes[0] < 0.5
+
+
+def test_optax_trains_on_four_devices_with_four_gradients_per_update():
+    """It ends at 0.966 here; the threshold leaves room for other roundings."""
+    output = run(str(EXAMPLES / "optax_sharded.py"))
+    assert accuracies(output)[-1] > 0.94
+    assert "4 gradients per update" in output
+
+
 def test_every_example_is_tested():
     tested = {"ordinary_loop", "microbatches", "without_smoothness", "ddp", "fsdp", "save_and_resume"}
     tested |= {"lightning_digits", "huggingface_digits", "accelerate_digits", "tensorboard_digits"}
+    tested |= {"optax_loop", "optax_sharded"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested

@@ -32,12 +32,11 @@ sgdol_pairs.__signature__ = inspect.signature(sgdol.jax.sgdol)  # the table look
 # 1e-3 is a stable rate on the table's Rosenbrock function, whose curvature is 1002 at the minimum.
 CONFIGURATIONS = {
     "alternating": ("sgdol", {}),
-    "coordinate-momentum": ("sgdol_pairs", {"granularity": "coordinate", "momentum": 0.9, "kappa": 10.0}),
-    "tensor-gradient-averaging": (
-        "sgdol",
-        {"granularity": "tensor", "momentum": 0.9, "statistics": "gradient", "averaging": 8.0},
+    "pairs": (
+        "sgdol_pairs",
+        {"granularity": "coordinate", "momentum": 0.9, "kappa": 10.0, "weight_decay": 1e-6, "averaging": 8.0},
     ),
-    "paper-decay": ("sgdol_pairs", {"estimator": "paper", "alpha": 10.0, "weight_decay": 1e-6}),
+    "paper": ("sgdol", {"estimator": "paper", "granularity": "tensor", "momentum": 0.5, "statistics": "gradient"}),
 }
 TABLE = tuple(
     {"opt_name": name, "opt_kwargs": {"learning_rate": 1e-3, **options}, "wrapper_name": None, "wrapper_kwargs": None}

@@ -27,14 +27,6 @@ def double_precision():
         yield
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_in_a_hurry():
-    """There are many programs here, and each runs for a few steps."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def vectors(k, seed=0):
     """Gradients that agree, then oppose each other, then are noisy, in scales that vary."""
     rng = np.random.default_rng(seed)

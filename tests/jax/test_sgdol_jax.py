@@ -20,20 +20,9 @@ def double_precision():
         yield
 
 
-def test_the_second_call_does_not_compile_again():
-    optimizer = sgdol(0.1, momentum=0.5, weight_decay=0.1)
-    update = jax.jit(optimizer.update)
-    params = tree(np.zeros(6))
-    state = optimizer.init(params)
-    for gradient in gradients(4, 1):
-        _, state = update(tree(gradient[0]), state, params)
-    assert update._cache_size() == 1
-
-
 @pytest.mark.parametrize("estimator", ["paper", "symmetric"])
 @pytest.mark.parametrize("granularity", BLOCKS)
-@pytest.mark.parametrize("alpha", [None, 0.5])
-@pytest.mark.parametrize("k", [2, 5])
+@pytest.mark.parametrize(("k", "alpha"), [(2, None), (5, 0.5)])
 def test_equals_the_reference_on_recorded_gradients(estimator, granularity, alpha, k):
     recorded = gradients(60, k)
     expected = replay(
@@ -230,14 +219,86 @@ def test_any_learner_plugs_in(learner):
         np.testing.assert_allclose(apart[t], y, rtol=0, atol=1e-12)
 
 
-def test_sums_are_kept_in_float32_or_wider_and_updates_in_the_parameters_own_type():
-    params = {"w": jnp.ones(3, jnp.bfloat16)}
-    optimizer = sgdol(0.1, momentum=0.5)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
+@pytest.mark.parametrize("granularity", ["global", "coordinate"])
+def test_every_type_keeps_its_own_and_sums_are_kept_in_float32(granularity, dtype):
+    optimizer = sgdol(0.1, momentum=0.5, weight_decay=0.1, averaging=8, **granular(granularity))
+    params = jax.tree.map(lambda p: p.astype(dtype), tree(np.ones(6)))
     state = optimizer.init(params)
-    updates, state = optimizer.update({"w": jnp.ones((2, 3), jnp.bfloat16)}, state, params)
-    assert updates["w"].dtype == jnp.bfloat16
-    assert state[0].learner.u_sum.dtype == jnp.float32
-    assert state[0].trace["w"].dtype == jnp.float32
+    kinds = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
+    large = jax.tree.map(lambda p: jnp.full((2, *p.shape), 300, dtype), params)  # its square is too large for float16
+    updates, state = jax.jit(optimizer.update)(large, state, params)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == kinds
+    for update, n_sum in zip(jax.tree.leaves(updates), jax.tree.leaves(state[0].learner.n_sum), strict=False):
+        assert update.dtype == dtype
+        assert n_sum.dtype == jnp.float32
+        assert jnp.max(n_sum) >= 90_000
+        np.testing.assert_allclose(np.asarray(update, complex), -0.1 * (300 + 0.1), rtol=0.01)
+
+
+@pytest.mark.parametrize(("parameter", "gradient"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_gradients_of_another_type_do_not_change_the_state(parameter, gradient):
+    optimizer = sgdol(0.1)
+    params = jnp.ones(3, parameter)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for _ in range(3):
+        updates, state = update(jnp.ones(3, gradient), state, params)
+    assert state[0].held.dtype == parameter
+    assert updates.dtype == jnp.float32
+    assert update._cache_size() == 1
+
+
+def test_without_double_precision_everything_is_float32():
+    with jax.enable_x64(False):
+        optimizer = sgdol(0.1, momentum=0.5, averaging=8, granularity="coordinate")
+        params = np.ones(3)
+        updates, state = optimizer.update(np.ones((2, 3)), optimizer.init(params), params)
+        assert updates.dtype == jnp.float32
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"float32", "int32", "bool"}
+
+
+@pytest.mark.parametrize("granularity", ["global", "tensor", "coordinate"])
+def test_leaves_that_hold_nothing_change_nothing(granularity):
+    recorded = gradients(5, 2)
+    optimizer = sgdol(0.25, granularity=granularity)
+    params = {"empty": jnp.zeros((0, 3)), "none": None, "x": jnp.zeros(6)}
+    state = optimizer.init(params)
+    for pair in recorded:
+        grads = {"empty": jnp.zeros((2, 0, 3)), "none": None, "x": jnp.asarray(pair)}
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    blocks = range(6) if granularity == "coordinate" else None
+    expected = replay(recorded, np.zeros(6), smoothness=4.0, alpha=None, estimator="symmetric", blocks=blocks)
+    np.testing.assert_allclose(params["x"], expected.iterates[-1], rtol=0, atol=1e-12)
+    assert updates["none"] is None
+
+
+@pytest.mark.parametrize("granularity", ["global", "tensor", "coordinate"])
+def test_no_parameters_at_all_are_no_error(granularity):
+    optimizer = sgdol(0.1, granularity=granularity, momentum=0.5, averaging=8)
+    updates, _ = optimizer.update({}, optimizer.init({}), {})
+    assert updates == {}
+
+
+@pytest.mark.parametrize("granularity", ["group", "coordinate"])
+def test_a_state_can_be_donated(granularity):
+    optimizer = sgdol(0.1, momentum=0.5, averaging=8, **granular(granularity))
+    params = tree(np.zeros(6))
+    state, update = optimizer.init(params), jax.jit(optimizer.update, donate_argnums=1)
+    for pair in gradients(2, 2):
+        _, state = update(tree(pair), state, params)
+    assert state[0].count == 2
+
+
+def test_a_state_of_another_configuration_is_refused():
+    params = tree(np.zeros(6))
+    plain, momentum, average = sgdol(0.1), sgdol(0.1, momentum=0.5), sgdol(0.1, averaging=8)
+    with pytest.raises(ValueError, match="state was made without momentum and this optimizer is with"):
+        momentum.update(params, plain.init(params), params)
+    with pytest.raises(ValueError, match="state was made with momentum and this optimizer is without"):
+        plain.update(params, momentum.init(params), params)
+    with pytest.raises(ValueError, match="state was made without averaging and this optimizer is with"):
+        average.update(params, plain.init(params), params)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ class Core:
         states = [self._learner.initial(zero) for zero in zeros]
         alphas = [zero if self._alpha is None else zero + jnp.asarray(self._alpha, zero.dtype) for zero in zeros]
         with_momentum = self._momentum is not None
-        return ScaleBySGDOLState(
+        state = ScaleBySGDOLState(
             count=jnp.zeros((), jnp.int32),
             pending=jnp.zeros((), bool),
             held=jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), jnp.result_type(p)), params),
@@ -117,12 +117,15 @@ class Core:
             trace_weight=jnp.zeros((), blocks.dtype) if with_momentum else (),
             record=_record.empty(blocks, rate) if self._record else (),
         )
+        # Each its own memory, as a learner may use one zero twice: nobody can donate the same buffer twice.
+        return jax.tree.map(jnp.array, state)
 
     def update(
         self, updates: Any, state: ScaleBySGDOLState, params: Any, others: Any, rate: Any = 1.0
     ) -> tuple[Any, ScaleBySGDOLState]:
         if not jax.tree.leaves(state.held):  # a mask can leave nothing
             return updates, state
+        self._refuse_another_configuration(state)
         if self._weight_decay is not None and params is None:
             raise ValueError("weight_decay needs the parameters: call update(grads, state, params)")
         found = gradients(updates, state.held, others, self._estimator, self._axis_name)
@@ -198,6 +201,16 @@ class Core:
             jnp.where(unset, jnp.broadcast_to((first * share).astype(a.dtype), a.shape), a)
             for a, share in zip(alphas, blocks.shares(), strict=True)
         ]
+
+    def _refuse_another_configuration(self, state: ScaleBySGDOLState) -> None:
+        parts = {"momentum": (state.trace_weight, self._momentum is not None), "record": (state.record, self._record)}
+        for name, (part, wanted) in parts.items():
+            there = not (isinstance(part, tuple) and len(part) == 0)
+            if there != wanted:
+                words = ("with", "without") if there else ("without", "with")
+                raise ValueError(
+                    f"state was made {words[0]} {name} and this optimizer is {words[1]}: init a state of its own"
+                )
 
     def _blocks(self, params: Any) -> Blocks:
         return Blocks(self._granularity, params, self._param_labels)

@@ -120,6 +120,11 @@ def sgdol(
         del extra
         if averaging is not None and params is None:
             raise ValueError("averaging needs the parameters: call update(grads, state, params)")
+        if len(state) != (2 if averaging is None else 3):
+            words = ("with", "without") if averaging is None else ("without", "with")
+            raise ValueError(
+                f"state was made {words[0]} averaging and this optimizer is {words[1]}: init a state of its own"
+            )
         scaled, new = core.update(updates, state[0], params, others, rate(state[1]))
         updates, after = rates.update(scaled, state[1], params)
         if averaging is None:
