@@ -5,6 +5,7 @@ parameters, step sizes and diagnostics, in float64 to 1e-10. Numbers that all ra
 """
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
@@ -196,6 +198,8 @@ def with_infinities(net, opt, parts, share) -> None:
 
 def evaluated(net, opt, parts, share) -> None:
     """A look at the averages in the middle changes nothing, and is a look at the averages."""
+    with torch.no_grad():
+        net(batches(99, 1)[0])
     for step in range(STEPS):
         for x in parts(step, 0):
             (objective(net, x) * share).backward()
@@ -295,6 +299,13 @@ def refused(rank: int, world: int) -> dict[str, str]:
         SGDOL([torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial()]))], lr=0.1)
     except ValueError as error:
         errors["partial"] = str(error)
+    flat = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
+    opt = SGDOL(flat.parameters(), lr=0.1)
+    objective(flat, batches(0, 1)[0]).backward()
+    try:
+        opt.step()
+    except NotImplementedError as error:
+        errors["flat"] = str(error)
     net = fully_shard(model(), reshard_after_forward=False)
     net.set_reshard_after_backward(False)  # else the ranks would wait for each other in the forward already
     opt = SGDOL(net.parameters(), lr=0.1)
@@ -410,14 +421,29 @@ def expected(world: int, settings: dict, source: str) -> dict:
     return alone(contributions, settings.get("clip"), settings.get("several", False), options)
 
 
-@pytest.fixture(scope="module", params=list(CASES))
-def results(request, tmp_path_factory) -> tuple[int, list[dict]]:
-    """All runs of one world size in one set of processes: starting them is what takes the time."""
-    world, folder = request.param, tmp_path_factory.mktemp("fsdp")
-    cases = {name: settings for name, (settings, _) in CASES[world].items()}
-    torch.save(saved_state(), folder / "state.pt")
-    mp.spawn(worker, (world, str(folder), cases), nprocs=world)
-    return world, [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory) -> Callable[[int], list[dict]]:
+    """All runs of one world size in one set of processes, once: starting them is what takes the time."""
+
+    @functools.cache
+    def results_of(world: int) -> list[dict]:
+        folder = tmp_path_factory.mktemp("fsdp")
+        torch.save(saved_state(), folder / "state.pt")
+        cases = {name: settings for name, (settings, _) in CASES[world].items()}
+        mp.spawn(worker, (world, str(folder), cases), nprocs=world)
+        return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+    return results_of
+
+
+@pytest.fixture(params=list(CASES))
+def results(request, launch) -> tuple[int, list[dict]]:
+    return request.param, launch(request.param)
+
+
+@pytest.fixture
+def two(launch) -> list[dict]:
+    return launch(2)
 
 
 def tensors(tree) -> list[torch.Tensor]:
@@ -468,14 +494,6 @@ def test_an_update_communicates_once(results):
         for step, reduced in enumerate(ranks[0][name]["reduced"]):
             holds = source == PAIRS and step % 2 == 0
             assert reduced == ({} if holds else {"c10d.allreduce_": 1 + twice}), name
-
-
-@pytest.fixture(scope="module")
-def two(results) -> list[dict]:
-    world, ranks = results
-    if world != 2:
-        pytest.skip("runs on two ranks")
-    return ranks
 
 
 @pytest.mark.parametrize("name", list(PROGRAMS))
@@ -533,8 +551,9 @@ def test_a_forward_that_nobody_announced_makes_pairs(two):
         torch.testing.assert_close(rank["another"]["params"], wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_partial_parameters_and_uneven_passes_are_refused(two):
+def test_partial_parameters_flat_parameters_and_uneven_passes_are_refused(two):
     for rank in two:
+        assert "use fully_shard" in rank["refused"]["flat"]
         assert "sharded or replicated" in rank["refused"]["partial"]
         assert "2 ranks ran 5 in all" in rank["refused"]["uneven"]
 

@@ -87,7 +87,8 @@ def from_shards(blocks: Blocks, found: Contributions, shards: Shards, ranks: int
     if blocks.granularity != "coordinate":
         u = symmetric_signal(blocks.cells(found.n), blocks.cells(q), k)
         return Draw(vectors, scales, found.n, u, [], [], k, momentum=momentum)
-    each = zip(found.squares, counted.tolist(), vectors, strict=True)
+    # Averaged gradients arrive on all ranks or on none.
+    each = zip(found.squares, found.seen, vectors, strict=True)
     squares = [s if known else v.to(s.dtype).square() for s, known, v in each]
     return Draw(vectors, scales, found.n, symmetric_signal(found.n, q, k), squares, [], k, momentum=momentum)
 

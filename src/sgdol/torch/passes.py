@@ -421,7 +421,7 @@ class BackwardPasses:
 
 def _version(grad: Tensor) -> int:
     """How often it was written to; of a DTensor, both as a whole and this rank's piece behind its back."""
-    return grad._version + local(grad)._version if is_sharded(grad) else grad._version
+    return grad._version if type(grad) is Tensor or not is_sharded(grad) else grad._version + local(grad)._version
 
 
 def _after_backward(callback: Any) -> None:

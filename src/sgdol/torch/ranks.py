@@ -85,7 +85,9 @@ def _wrapper_of(ids: set[int], optimizer: object) -> DistributedDataParallel | N
     It leaves no mark on a parameter, and an optimizer is given parameters, not modules. The garbage collector knows
     every live module; it is asked once.
     """
-    found, zero = None, _zero()
+    found = None
+    zero = _imported("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
+    flat = _imported("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
     for candidate in gc.get_objects():
         if issubclass(type(candidate), DistributedDataParallel):
             if any(id(p) in ids for p in candidate.module.parameters()):
@@ -96,10 +98,14 @@ def _wrapper_of(ids: set[int], optimizer: object) -> DistributedDataParallel | N
                 "parameters only, and learn a step size of its own. fully_shard (FSDP2) spreads the optimizer's state "
                 "over the ranks too, and is supported"
             )
+        elif issubclass(type(candidate), flat) and any(id(p) in ids for p in candidate.parameters()):
+            raise NotImplementedError(
+                "SGDOL does not support FullyShardedDataParallel (FSDP1), whose parameters do not tell what they are "
+                "pieces of: use fully_shard (FSDP2)"
+            )
     return found
 
 
-def _zero() -> tuple[type, ...]:
-    """ZeroRedundancyOptimizer, if the program has imported it."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return () if module is None else (module.ZeroRedundancyOptimizer,)
+def _imported(module: str, name: str) -> tuple[type, ...]:
+    """A class, if the program has imported it."""
+    return (getattr(sys.modules[module], name),) if module in sys.modules else ()

@@ -28,9 +28,13 @@ Follow = Callable[[Tensor, Tensor], None]
 """What is told (leaf, parameter) when a module starts to compute with the leaf in place of the parameter."""
 
 
+_ORDINARY = frozenset({Tensor, Parameter})
+"""What most tensors are: these are let through first, on the way of every parameter in every step."""
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this is a DTensor: a piece of a tensor that several ranks have together."""
-    return type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "device_mesh")
+    return type(tensor) not in _ORDINARY and hasattr(tensor, "device_mesh")
 
 
 def _whole(tensor: Tensor) -> Any:
@@ -40,7 +44,7 @@ def _whole(tensor: Tensor) -> Any:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's piece, for reading and writing; an ordinary tensor is its own piece. To be called without grad."""
-    return _whole(tensor).to_local() if is_sharded(tensor) else tensor
+    return tensor if type(tensor) in _ORDINARY or not is_sharded(tensor) else _whole(tensor).to_local()
 
 
 def placed_like(tensor: Tensor, owner: Tensor) -> Tensor:
@@ -55,9 +59,10 @@ def placed_like(tensor: Tensor, owner: Tensor) -> Tensor:
 
 def local_gradient(param: Tensor) -> Tensor:
     """This rank's piece of the parameter's gradient, zero if it has none in this step."""
-    if param.grad is None:
-        return torch.zeros_like(local(param))
-    return placed_like(param.grad, param)
+    grad = param.grad
+    if type(grad) in _ORDINARY:
+        return grad  # type: ignore[return-value]
+    return torch.zeros_like(local(param)) if grad is None else placed_like(grad, param)
 
 
 def like_parameter(piece: Tensor, param: Tensor) -> Tensor:
@@ -264,9 +269,10 @@ def _within(module: torch.nn.Module, kind: type) -> list[torch.nn.Module]:
 
 
 def _on_forward(shards: weakref.ref[Shards], owned: list[tuple[torch.nn.Module, str, Tensor]], listener: Any) -> Any:
+    @torch.compiler.disable  # bookkeeping: nothing to trace
     def before_forward(module: torch.nn.Module, _: Any) -> None:
         recorder, tell = shards(), listener()
-        if recorder is None or tell is None:
+        if recorder is None or tell is None or torch.is_inference_mode_enabled():
             return
         for owner, name, param in owned:
             leaf = getattr(owner, name)
