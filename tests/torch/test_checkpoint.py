@@ -200,3 +200,27 @@ def test_a_single_process_saves_and_loads(tmp_path, engine, name, form, fresh):
     load(str(tmp_path / "checkpoint"), net, opt, form)
     steps(net, opt, name, range(SAVED, STEPS))
     assert_same(outcome(net, opt), uninterrupted(name), (name, form))
+
+
+def test_only_a_checkpoint_gets_what_is_not_there_yet():
+    """An ordinary state dict stays small, and the zeros do not stay in memory."""
+    net, opt = build("single", "global")
+    steps(net, opt, "global", range(2))
+    assert opt.state_dict()["state"] == {}
+    _, state = get_state_dict(net, opt)
+    assert {key for values in state["state"].values() for key in values} == {"held_gradient"}
+    assert not any(values["held_gradient"].any() for values in state["state"].values())
+    steps(net, opt, "global", range(2, 3))
+    assert opt.state_dict()["state"] == {}
+    assert not opt.state
+
+
+def test_a_pair_whose_held_gradient_was_dropped_starts_anew():
+    net, opt = build("single", "group, pairs")
+    steps(net, opt, "group, pairs", range(1))
+    state = copy.deepcopy(opt.state_dict())
+    state["state"] = {}
+    _, fresh = build("single", "group, pairs")
+    with pytest.warns(UserWarning, match="starts anew"):
+        fresh.load_state_dict(state)
+    assert not fresh.pending

@@ -47,6 +47,9 @@ OPTIONS = (
 SHARED = ("alpha", "estimator", "granularity", "learner", "kappa", "statistics", "averaging")
 """Options that all parameter groups have in common."""
 
+CHECKPOINT = "torch.distributed.checkpoint.state_dict"
+"""Where get_state_dict and set_state_dict are."""
+
 
 class SGDOL(Optimizer):
     r"""Stochastic gradient descent that learns its step size online (Zhuang, Cutkosky and Orabona, ICML 2019).
@@ -537,11 +540,11 @@ class SGDOL(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state, as :meth:`load_state_dict` takes it.
 
-        torch.distributed.checkpoint loads into a state dict that is there already, key by key. Where a program has
-        imported it, the keys are always all that there can be, and a gradient that is not held is zero.
+        torch.distributed.checkpoint loads into a state dict that is there already, key by key. When it asks, the keys
+        are all that there can be, and a gradient that is not held is zero.
         """
         state_dict = super().state_dict()
-        if "torch.distributed.checkpoint.state_dict" not in sys.modules:
+        if not _asked_by(CHECKPOINT):
             return state_dict
         params = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -661,9 +664,11 @@ class SGDOL(Optimizer):
                         )
                     self.state[p][key] = fitted(value, p)
         if self.pending and not any("held_gradient" in state for state in self.state.values()):
-            raise ValueError(
-                "state_dict was saved in the middle of a pair (pending is True) but has no held_gradient: whoever "
-                "loaded it has dropped what the optimizer did not have. Load into a new optimizer"
+            self._set_pending(False)
+            self._warn(
+                "state_dict was saved in the middle of a pair (pending is True) but has no held_gradient, so the pair "
+                "starts anew. torch.distributed.checkpoint drops what the optimizer does not have: let it load into a "
+                "new optimizer."
             )
         self._drop_blanks()
         share(self.param_groups, self.defaults["granularity"])
@@ -720,6 +725,16 @@ def _refuse_sparse(params: list[Tensor]) -> None:
                 f"SGDOL does not support sparse gradients: parameter {index} of shape {tuple(p.shape)} has a gradient "
                 f"of layout {p.grad.layout}; use a dense one (for instance torch.nn.Embedding(..., sparse=False))"
             )
+
+
+def _asked_by(module: str) -> bool:
+    """Whether a function of this module is what called, directly or through others."""
+    if module not in sys.modules:
+        return False
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _caller() -> int:
