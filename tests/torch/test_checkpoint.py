@@ -92,15 +92,23 @@ FORMS: dict[str, dict] = {
     "plain": {},
     "flat": {"flatten_optimizer_state_dict": True},
     "full": {"full_state_dict": True},
+    "as they are": {},
 }
+"""Options of get_state_dict and set_state_dict; or model and optimizer are given to save and load as they are."""
 
 
 def save(folder: str, net, opt, form: str) -> None:
+    if form == "as they are":
+        dcp.save({"model": net, "optim": opt}, checkpoint_id=folder)
+        return
     model_state, optim_state = get_state_dict(net, opt, options=StateDictOptions(**FORMS[form]))
     dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=folder)
 
 
 def load(folder: str, net, opt, form: str) -> None:
+    if form == "as they are":
+        dcp.load({"model": net, "optim": opt}, checkpoint_id=folder)
+        return
     options = StateDictOptions(**FORMS[form])
     model_state, optim_state = get_state_dict(net, opt, options=options)
     state = {"model": model_state, "optim": optim_state}
@@ -112,14 +120,15 @@ def runs(engines: list[str]) -> list[tuple[str, str, str]]:
     """Every engine with every setting, in one form each but for the first setting."""
     forms = {name: ["plain"] for name in OPTIONS}
     forms["global"] = list(FORMS)
-    forms["coordinate, pairs, momentum"] = ["plain", "flat"]
+    forms["coordinate, pairs, momentum"] = ["plain", "flat", "as they are"]
     # Pairs take the mean over the ranks as one gradient under fully_shard only; under DDP every rank has its own.
     return [
         (engine, name, form)
         for engine in engines
         for name, several in forms.items()
         for form in several
-        if not (OPTIONS[name].get(PAIRED) and (engine == "ddp" or (name == "group, pairs" and engine != "single")))
+        if not (engine == "ddp" and form == "as they are")  # a wrapped model has other names
+        and not (OPTIONS[name].get(PAIRED) and (engine == "ddp" or (name == "group, pairs" and engine != "single")))
     ]
 
 

@@ -128,6 +128,12 @@ def refused(rank: int, world: int) -> dict[str, str]:
         except NotImplementedError as error:
             errors[name] = str(error)
     net.zero_grad()
+    by_hand = SGDOL(net.parameters(), lr=0.1)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    by_hand.step()
+    errors["by hand"] = f"pending {by_hand.pending}"
+    net.zero_grad()
     plain = SGDOL(net.parameters(), lr=0.1)
     for x in batches(0, 1 + rank):
         with net.no_sync():
@@ -257,6 +263,12 @@ def test_zero_redundancy_optimizer_is_refused(results):
         for name in ("inside DistributedDataParallel", "gradients averaged by hand"):
             assert "ZeroRedundancyOptimizer" in rank["refused"][name]
             assert "fully_shard" in rank["refused"][name]
+
+
+def test_gradients_written_by_hand_are_one_gradient(results):
+    """What the ranks had before is not known, so the next step makes the pair."""
+    _, ranks = results
+    assert all(rank["refused"]["by hand"] == "pending True" for rank in ranks)
 
 
 def test_different_numbers_of_passes_are_refused_on_every_rank(results):

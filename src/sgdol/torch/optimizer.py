@@ -47,8 +47,8 @@ OPTIONS = (
 SHARED = ("alpha", "estimator", "granularity", "learner", "kappa", "statistics", "averaging")
 """Options that all parameter groups have in common."""
 
-CHECKPOINT = "torch.distributed.checkpoint.state_dict"
-"""Where get_state_dict and set_state_dict are."""
+CHECKPOINT = "torch.distributed.checkpoint"
+"""Where get_state_dict and set_state_dict are, and save and load, which an optimizer can be given as it is."""
 
 
 class SGDOL(Optimizer):
@@ -66,7 +66,7 @@ class SGDOL(Optimizer):
     The independent gradients come from your training loop, in whichever way it already works:
 
     * several ``backward()`` calls before ``step()`` (gradient accumulation): each is one gradient;
-    * DistributedDataParallel: each rank's gradient before it is averaged is one;
+    * DistributedDataParallel and fully_shard (FSDP2): each rank's gradient before it is averaged is one;
     * one ``backward()`` per ``step()``: the first call holds its gradient, the second updates (see :attr:`pending`);
     * ``step(closure)``: the closure draws a fresh batch at each call and is called as often as needed.
 
@@ -335,7 +335,7 @@ class SGDOL(Optimizer):
             self._set_pending(False)
         elif shards is not None and estimator == "symmetric" and found.k * self._averaged_ranks(shards) > 1:
             drawn = from_shards(blocks, found, shards, self._averaged_ranks(shards), self._momenta_to_measure(blocks))
-        elif estimator == "symmetric" and max(found.k, 1) * ranks.count > 1:
+        elif estimator == "symmetric" and found.k * ranks.count > 1:
             self._warn_if_unwrapped(ranks)
             self._warn_of_hook(ranks)
             drawn = from_contributions(blocks, found, ranks)
@@ -727,12 +727,12 @@ def _refuse_sparse(params: list[Tensor]) -> None:
             )
 
 
-def _asked_by(module: str) -> bool:
-    """Whether a function of this module is what called, directly or through others."""
-    if module not in sys.modules:
+def _asked_by(package: str) -> bool:
+    """Whether a function of this package is what called, directly or through others."""
+    if package not in sys.modules:
         return False
     frame = sys._getframe(1).f_back
-    while frame is not None and frame.f_globals.get("__name__") != module:
+    while frame is not None and not f"{frame.f_globals.get('__name__')}.".startswith(f"{package}."):
         frame = frame.f_back
     return frame is not None
 
