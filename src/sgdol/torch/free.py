@@ -57,10 +57,12 @@ class SGDOLFree(Optimizer):
     the step at the point before the last step as well. Signal and noise come from the independent gradients of the
     batch, as in :class:`sgdol.SGDOL`, and
 
-    .. math:: \eta_t = \frac{\alpha + S}{M (\alpha + S/2 + N/2)}, \qquad S = \sum u, \quad N = \sum (n - u),
+    .. math:: \eta_t = \frac{\alpha + S}{M (\alpha + S/4 + c N)}, \qquad S = \sum_{j<t} u_j, \quad
+        N = \sum_{j<t} (n_j - u_j), \quad \alpha = 4 \|g_1\|^2,
 
-    scales a momentum direction. What is to be used is the average of the iterates: see :meth:`averaged`. The
-    algorithm, and what is known about it, is in ``docs/without_smoothness.md``.
+    scales a momentum direction, with c from 1/2, while the loss falls, to 1. A step whose curvature was too much for it
+    is taken back, and a loss that jumps sends the run back to its average. What is to be used is that average: see
+    :meth:`averaged`. The algorithm, what was measured and what failed is in ``docs/without_smoothness.md``.
 
     ``step`` takes a closure that evaluates **the same batch** each time it is called within one step, in two or more
     ``backward()`` calls (under DistributedDataParallel one is enough: the ranks are the independent gradients), and
