@@ -17,8 +17,9 @@ __all__ = ["draw", "profile"]
 DEFAULTS: dict[str, tuple[str, Any]] = {
     OURS_FREE: ("#D55E00", "-"),
     "Prodigy": ("#0072B2", "-"),
+    "Prodigy, cosine": ("#0072B2", (0, (1.2, 1.2))),
     "DoG + averaging": ("#009E73", (0, (5, 1.5))),
-    "D-Adaptation Adam": ("#56B4E9", (0, (1.2, 1.2))),
+    "D-Adaptation Adam": ("#56B4E9", "-"),
     "Mechanic AdamW": ("#CC79A7", (0, (4, 1, 1, 1))),
     "Schedule-Free AdamW, lr 0.0025": ("#000000", (0, (2, 2))),
     "Adam, lr 1e-3": ("#E69F00", (0, (6, 2, 1, 2))),

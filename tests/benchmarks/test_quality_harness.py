@@ -316,7 +316,7 @@ def test_verdicts_say_who_is_better():
         "development",
     )
     verdicts = tables.verdicts(rows)
-    assert [v.split(":")[0] for v in verdicts] == ["- No", "- No", "- No", "- Yes"]
+    assert [v.split(":")[0] for v in verdicts] == ["- Does not hold", "- Does not hold", "- Does not hold", "- Holds"]
     assert "Prodigy (2.00)" in verdicts[0]
     assert "3.00 times" in verdicts[2]
 

@@ -163,6 +163,14 @@ def test_the_optimum_of_a_regression_is_what_lbfgs_finds(name: str) -> None:
     assert objectives.minimum(problem.make(seed=0, steps=1).objective) == pytest.approx(problem.optimum, abs=1e-9)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adult-20", "adult-2"])
+def test_what_stands_for_the_optimum_of_adult_is_below_what_lbfgs_finds(name: str) -> None:
+    problem = get_problem(name)
+    found = objectives.minimum(problem.make(seed=0, steps=1).objective)
+    assert 0 < found - problem.optimum < 2e-3  # of a starting gap of 0.31
+
+
 def test_the_optimum_of_a_factorisation_is_reached_and_not_passed() -> None:
     objective = get_problem("factorisation-60x40").make(seed=0, steps=1).objective
     assert 0 <= objectives.minimum(objective, 500) - objective.optimum < 1e-9
