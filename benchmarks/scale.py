@@ -1,7 +1,8 @@
 """How the cost of SGDOL grows with parameters, microbatches and ranks.
 
 Time of step() against torch.optim.SGD for growing models, of a training step for more microbatches, and of a step under
-DistributedDataParallel with the bytes that step() itself communicates. Interleaved as in benchmarks.cost.
+DistributedDataParallel and fully_shard with the bytes that step() itself communicates. Interleaved as in
+benchmarks.cost.
 
     python -m benchmarks.scale [--rounds 15] [--quick]
 """
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.timing import machine, timed
@@ -54,7 +56,7 @@ def main() -> None:
         "",
         *_microbatches(MICROBATCHES[:2] if arguments.quick else MICROBATCHES, rounds),
         "",
-        "## Ranks: a DistributedDataParallel step of the same MLP (batch 64 on each), gloo",
+        "## Ranks: a data-parallel step of the same MLP (batch 64 on each), gloo, all ranks on this machine's cores",
         "",
         *_ranks(WORLDS[:1] if arguments.quick else WORLDS, rounds),
     ]
@@ -126,7 +128,7 @@ def _microbatches(counts: tuple[int, ...], rounds: int) -> list[str]:
     return rows
 
 
-def _mlp() -> nn.Module:
+def _mlp() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 
@@ -149,14 +151,14 @@ def _training(k: int, make: Callable[[Any], Any]) -> Iterator[float]:
 
 def _ranks(worlds: tuple[int, ...], rounds: int) -> list[str]:
     rows = [
-        "| ranks | granularity | SGD, ms | SGDOL, ratio | collectives in step() | their bytes | the gradient's bytes |",
-        "|---:|---|---:|---:|---:|---:|---:|",
+        "| ranks | engine | granularity | SGD, ms | SGDOL, ratio | collectives in step() | bytes | gradient's bytes |",
+        "|---:|---|---|---:|---:|---:|---:|---:|",
     ]
     for world in worlds:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_rank, (world, rounds, folder), nprocs=world)
-            for name, seconds, ratio, calls, size, gradient in torch.load(Path(folder, "rows.pt")):
-                rows.append(f"| {world} | {name} | {seconds * 1e3:.1f} | {ratio} | {calls} | {size:,} | {gradient:,} |")
+            for row in torch.load(Path(folder, "rows.pt")):
+                rows.append(f"| {world} | {' | '.join(row)} |")
     return rows
 
 
@@ -166,25 +168,28 @@ def _rank(rank: int, world: int, rounds: int, folder: str) -> None:
     sent: list[int] = []
     _count_bytes(sent)
     names = ("SGD", *GRANULARITIES)
-    contenders = {name: _distributed_training(rank, name, sent) for name in names}
-    times = timed({name: _seconds(steps) for name, steps in contenders.items()}, rounds)
-    if rank == 0:
-        gradient = sum(p.numel() * 4 for p in _mlp().parameters())
-        rows = []
+    gradient = sum(p.numel() * 4 for p in _mlp().parameters())
+    rows = []
+    for engine in ("DistributedDataParallel", "fully_shard"):
+        contenders = {name: _distributed_training(rank, engine, name, sent) for name in names}
+        times = timed({name: _seconds(steps) for name, steps in contenders.items()}, rounds)
         for name in GRANULARITIES:
-            sent.clear()
             _, sizes = next(contenders[name])
-            ratio = _ratio(times[name], times["SGD"])
-            rows.append((name, statistics.median(times["SGD"]), ratio, len(sizes), sum(sizes), gradient))
+            seconds, ratio = statistics.median(times["SGD"]) * 1e3, _ratio(times[name], times["SGD"])
+            rows.append((engine, name, f"{seconds:.1f}", ratio, str(len(sizes)), f"{sum(sizes):,}", f"{gradient:,}"))
+    if rank == 0:
         torch.save(rows, Path(folder, "rows.pt"))
-    else:
-        for name in GRANULARITIES:
-            next(contenders[name])
     dist.destroy_process_group()
 
 
-def _distributed_training(rank: int, name: str, sent: list[int]) -> Iterator[tuple[float, list[int]]]:
-    net = DistributedDataParallel(_mlp())
+def _distributed_training(rank: int, engine: str, name: str, sent: list[int]) -> Iterator[tuple[float, list[int]]]:
+    net = _mlp()
+    if engine == "fully_shard":
+        for layer in net:
+            fully_shard(layer)
+        fully_shard(net)
+    else:
+        net = DistributedDataParallel(net)  # type: ignore[assignment]
     torch.manual_seed(rank)
     x, y, criterion = torch.randn(64, 784), torch.randint(10, (64,)), nn.CrossEntropyLoss()
     if name == "SGD":
