@@ -58,10 +58,10 @@ class Ranks:
         """The same per coordinate, and per tensor: one all-reduce of the size of the gradient."""
         if self._group is None:
             return squares, q
-        everything = [*(s.reshape(-1) for s in squares), q]
-        flat = self.sum_of_squares(torch.cat([t.to(squares[0].device) for t in everything]), passes)
-        *pieces, q_sum = flat.split([t.numel() for t in everything])
-        return [piece.view(s.shape).to(s) for piece, s in zip(pieces, squares, strict=True)], q_sum.to(q)
+        flat = self.sum_of_squares(torch.cat([s.reshape(-1).to(squares[0].device) for s in squares]), passes)
+        pieces = flat.split([s.numel() for s in squares])
+        q = torch.stack([piece.sum(dtype=q.dtype) for piece in pieces]).to(q)
+        return [piece.view(s.shape).to(s) for piece, s in zip(pieces, squares, strict=True)], q
 
 
 def check_counts(sums: Tensor, ranks: int) -> None:
