@@ -48,6 +48,7 @@ def test_resuming_is_exact():
     assert "the same to the last bit: True" in output
 
 
+@pytest.mark.slow  # tests/trainers has the same by equality; these start a framework each
 @pytest.mark.parametrize("name", ["lightning_digits", "huggingface_digits", "accelerate_digits"])
 def test_trainers_train_with_two_gradients_per_update(name):
     """All three end between 0.949 and 0.976; the threshold leaves room for other roundings."""
