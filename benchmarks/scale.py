@@ -45,7 +45,8 @@ def main() -> None:
     lines = [
         "# How the cost of SGDOL grows",
         "",
-        f"Made by `python -m benchmarks.scale --rounds {rounds}` (`make bench-scale`): {rounds} interleaved rounds, one thread per process; medians (quartiles) of the "
+        f"Made by `python -m benchmarks.scale --rounds {rounds}` (`make bench-scale`): "
+        f"{rounds} interleaved rounds, one thread per process; medians (quartiles) of the "
         f"ratio to SGD in each round. {machine()}",
         "",
         f"## Parameters: step() alone, {TENSORS} float32 tensors, two microbatches",
