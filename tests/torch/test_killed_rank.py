@@ -57,8 +57,10 @@ def test_the_others_stop_with_an_error_and_save_nothing_more(tmp_path, engine, w
         process.start()
     for process in ranks:
         process.join(timeout=150)
-    assert [process.exitcode for process in ranks] == [1, -signal.SIGKILL, 1][:world]
+    codes = [process.exitcode for process in ranks]
+    assert codes[1] == -signal.SIGKILL
+    assert not {0, None} & set(codes), "each ends, and with an error: an exception, or gloo's own abort"
     saved = {path.name for path in tmp_path.iterdir() if path.name[0].isdigit()}
     assert saved == {f"{step}-{rank}" for step in range(DIES) for rank in range(world)}
     for rank in (0, 2)[: world - 1]:
-        assert (tmp_path / f"error-{rank}").read_text()
+        assert codes[rank] < 0 or (tmp_path / f"error-{rank}").read_text()
