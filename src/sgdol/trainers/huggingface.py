@@ -33,7 +33,7 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
-from sgdol.torch.log import finite, scalars
+from sgdol.torch._log import finite, scalars
 
 __all__ = ["StepSizeMonitor", "Trainer"]
 
