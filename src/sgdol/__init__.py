@@ -20,6 +20,7 @@ _MODULES = {
     "free": None,
     "jax": "jax",
     "learners": None,
+    "metrics": None,
     "paper": "paper",
     "reference": None,
     "reference_free": None,
