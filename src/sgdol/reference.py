@@ -172,19 +172,20 @@ def measured_multiplier(
     r"""The multiplier of :class:`sgdol.learners.MeasuredCurvature`, from the rounds before.
 
     Args:
-        u: u_1, ..., u_{t-1}.
-        v: v_1, ..., v_{t-2}: <gbar_{j+1}, d_j>, which of the last step is not known yet.
+        u: u_1, ..., u_{t-1}; the last has no v yet and does not count.
+        v: v_1, ..., v_{t-2}: <gbar_{j+1}, d_j>.
         multipliers: s_1, ..., s_{t-1}.
         alpha: the regulariser's alpha.
         charge: q.
         largest: the largest multiplier.
 
-    >>> measured_multiplier([2.0, 0.0], [-4.0], [1.0, 1.0], alpha=2.0, charge=1.0)
+    >>> measured_multiplier([2.0, 9.0], [-4.0], [1.0, 1.0], alpha=2.0, charge=1.0)
     0.5
     """
     h = [(u_j - v_j) / s_j if s_j > 0 else 0.0 for u_j, v_j, s_j in zip(u, v, multipliers, strict=False)]
     cost = alpha + charge * max(sum(h), 0.0)
-    return max(0.0, min((alpha + sum(u)) / cost if cost > 0 else 1.0, largest))
+    gain = alpha + sum(u[: len(v)])
+    return max(0.0, min(gain / cost if cost > 0 else 1.0, largest))
 
 
 class Run(NamedTuple):
