@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from sgdol._numbers import clip, maximum, ratio, where
@@ -150,7 +151,7 @@ class FTRL:
         return _clip(ratio(weight * self.center + u_sum, weight + n_sum, otherwise=self.center))
 
 
-PAPER: Mapping[str, Any] = {"alpha": 10.0, "estimator": "paper", "momentum": 0.0, "learner": FTRL()}
+PAPER: Mapping[str, Any] = MappingProxyType({"alpha": 10.0, "estimator": "paper", "momentum": 0.0, "learner": FTRL()})
 """The paper's own settings, as options of either front end: ``SGDOL(params, smoothness=M, **sgdol.PAPER)``."""
 
 
