@@ -1,4 +1,4 @@
-"""SGDOL once more, in numpy and float64, one coordinate after the other: shares no line and no idea with the package."""
+"""SGDOL once more, in numpy and float64, one coordinate after the other: it shares nothing with the package."""
 
 from __future__ import annotations
 
