@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from benchmarks.quality.harness import Line, Settings
-from benchmarks.quality.problems import HALVES, KINDS, NETWORKS, Half
+from benchmarks.quality.problem import HALVES, KINDS, NETWORKS, Half
 
 __all__ = ["Summary", "about", "markdown", "ratios", "read_runs", "summarise", "write_runs", "write_summary"]
 

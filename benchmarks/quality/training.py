@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.quality.methods import AVERAGING_POWER, Method
 from benchmarks.quality.objectives import Evaluation
-from benchmarks.quality.problems import FLOOR, Instance, Problem
+from benchmarks.quality.problem import FLOOR, Instance, Problem
 
 __all__ = ["Outcome", "Result", "run"]
 
