@@ -7,7 +7,7 @@
   python -m benchmarks.quality list                                  # the problems and the methods
 
 An interrupted `measure` continues where it was: every run is kept in --cache until its problem, its method, their code
-or their versions change.
+or their versions change. So do the saved tables: lines of which nothing has changed are not run again.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ def main(arguments: list[str] | None = None) -> None:
     measure.add_argument("--cache", type=Path, default=RESULTS / ".quality", help="folder of the single runs")
     measure.add_argument("--problem", action="append", help="only this one; may be repeated; prints, saves nothing")
     measure.add_argument("--method", action="append", help="only this one; may be repeated; prints, saves nothing")
+    measure.add_argument(
+        "--without-package", action="append", default=[], help="keep the saved lines of its optimizers as they are"
+    )
+    measure.add_argument("--fresh", action="store_true", help="use no saved line, only --cache")
     tabulate = commands.add_parser("tables", help="write the tables and the plot from the saved runs")
     for command in (measure, tabulate):
         command.add_argument(
@@ -55,13 +59,22 @@ def main(arguments: list[str] | None = None) -> None:
 def _measure(chosen: argparse.Namespace) -> None:
     settings = SMOKE if chosen.smoke else Settings()
     out: Path = chosen.out or (Path("results") / "quality-smoke" if chosen.smoke else RESULTS)
-    contenders = [c for c in methods.contenders() if not chosen.method or c.method.name in chosen.method]
-    missing = {c.method.name for c in contenders} ^ set(chosen.method or [c.method.name for c in contenders])
+    everyone = methods.contenders()
+    contenders = [
+        c
+        for c in everyone
+        if c.method.package not in chosen.without_package and c.method.name in (chosen.method or [c.method.name])
+    ]
+    missing = set(chosen.method or []) - {c.method.name for c in contenders}
     if missing:
         raise SystemExit(f"--method: not known or not installed: {', '.join(sorted(missing))}; see `list`")
     for half in problems.HALVES if chosen.half == "both" else (chosen.half,):
-        suite = [p for p in problems.suite() if p.half == half and p.name in (chosen.problem or [p.name])]
-        lines = harness.measure_all(suite, contenders, chosen.cache, settings, chosen.jobs)
+        whole = [p for p in problems.suite() if p.half == half]
+        suite = [p for p in whole if p.name in (chosen.problem or [p.name])]
+        path = out / f"quality-runs-{half}.csv"
+        saved = tables.read_runs(path) if path.exists() else []
+        usable = [] if chosen.fresh else saved
+        lines = harness.measure_all(suite, contenders, chosen.cache, settings, chosen.jobs, usable)
         if chosen.problem or chosen.method:
             for line in lines:
                 rate = "" if line.learning_rate is None else f" lr {line.learning_rate:g}"
@@ -69,7 +82,9 @@ def _measure(chosen: argparse.Namespace) -> None:
                 failed = " diverged" if line.diverged else ""
                 print(f"{line.problem}: {line.contender}{rate} seed {line.seed}: gap {line.gap:.3g}{accuracy}{failed}")
             continue
-        tables.write_runs(out / f"quality-runs-{half}.csv", lines)
+        left = {c.label for c in everyone} - {c.label for c in contenders}
+        lines += [line for line in saved if line.contender in left]
+        tables.write_runs(path, harness.in_order(lines, whole, [c.label for c in everyone]))
         command = f"python -m benchmarks.quality measure --half {half}" + (" --smoke" if chosen.smoke else "")
         about = tables.about(settings, command)
         (out / f"quality-about-{half}.json").write_text(json.dumps(about, indent=1) + "\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -99,15 +98,13 @@ class Problem:
         return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in objective.modules())
 
     def specification(self) -> dict[str, Any]:
-        """What makes its numbers, for the cache: everything but the code of the objectives."""
+        """What makes its numbers beside its code."""
         return {
             "name": self.name,
-            "budget": self.budget,
-            "build": inspect.getsource(self.build),
             "options": repr(sorted(self.options.items())),
             "loss_scale": self.loss_scale,
             "parameter_scale": self.parameter_scale,
-            **({} if self.optimum is None else {"optimum": self.optimum}),
+            "optimum": self.optimum,
         }
 
 
@@ -134,6 +131,11 @@ class Instance:
     def gap(self, evaluation: Evaluation) -> float:
         """Loss over the optimum in the units of the problem that is not rescaled; the training loss of a network."""
         return evaluation.loss - self.objective.optimum
+
+    def constant(self, start: float) -> float:
+        """The gap of the best constant predictor, or of the first point where that is better or nothing predicted."""
+        known = self.objective.constant
+        return start if known is None else min(start, known - self.objective.optimum)
 
 
 def _decade(value: float) -> float:

@@ -8,6 +8,10 @@ seeds that a contender *with a tuned learning rate* has on p,
 is what the tables summarise: the geometric mean over problems and seeds, with the least and the largest of the seeds'
 own geometric means as its spread, and the worst problem (geometric mean over its seeds). 1 is the best tuned method of
 each problem; a diverged run has the starting gap, which is the most that a run can have.
+
+Beside it stand on how many problems a contender failed (most of its runs are no better than a constant predictor) and
+its mean rank by what is measured on samples that were kept from training: accuracy, or the loss where nothing is
+classified. Ranks are among all contenders of the half, 1 being the best.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from benchmarks.quality.harness import Line, Settings
+from benchmarks.quality.methods import OURS, OURS_FREE
 from benchmarks.quality.problem import HALVES, KINDS, NETWORKS, Half
 
 __all__ = ["Summary", "about", "markdown", "ratios", "read_runs", "summarise", "write_runs", "write_summary"]
@@ -29,8 +34,8 @@ __all__ = ["Summary", "about", "markdown", "ratios", "read_runs", "summarise", "
 TUNED = "learning rate tuned per problem"
 DEFAULT = "learning rate at its documented default"
 FREE = "no learning rate"
-OURS_FREE = "SGDOL without M"
-OURS = "SGDOL + momentum + averaging (direction, kappa 1)"
+LEARNED = 0.99
+"""A run has failed if its gap is not below this share of the gap of a constant predictor."""
 
 
 # Saved runs -----------------------------------------------------------------------------------------------------------
@@ -108,8 +113,12 @@ class Summary:
     high: float
     worst: float
     worst_problem: str
+    failed: int
+    """On how many problems most runs are no better than a constant predictor."""
+    rank: float
+    """The mean rank among all contenders by accuracy or loss on samples kept from training."""
     accuracy: float
-    """Mean over the networks of the accuracy on held-out samples; a diverged run's is a guess, a tenth."""
+    """Mean over the networks that classify of the accuracy on kept samples; a diverged run's is a guess, a tenth."""
     extra: float
     """Gradient evaluations beyond one per step, as a share of the steps."""
     diverged: int
@@ -119,10 +128,50 @@ class Summary:
     problems: int
 
 
+def failed(line: Line) -> bool:
+    """Whether a run is no better than a constant predictor."""
+    return line.diverged or line.gap >= LEARNED * line.constant
+
+
+def ranks(lines: Sequence[Line]) -> dict[str, float]:
+    """Each contender's mean rank over the problems that keep samples for it; equals share their mean rank.
+
+    A contender's value on a problem is the mean over its seeds of the accuracy, or of minus the loss. Who has diverged
+    has none and is last.
+    """
+    values: dict[str, dict[str, list[float]]] = {}
+    for line in lines:
+        value = line.accuracy if line.validation is None else -line.validation
+        if value is None or not math.isfinite(value):
+            value = -math.inf
+        values.setdefault(line.problem, {}).setdefault(line.contender, []).append(value)
+    found: dict[str, list[float]] = {}
+    for by_contender in values.values():
+        means = {c: sum(v) / len(v) for c, v in by_contender.items()}
+        if all(math.isinf(m) for m in means.values()):
+            continue  # nothing is kept from training here
+        for contender, mean in means.items():
+            better, equal = (sum(test(m) for m in means.values()) for test in (mean.__lt__, mean.__eq__))
+            found.setdefault(contender, []).append(better + (equal + 1) / 2)
+    return {c: math.fsum(r) / len(r) for c, r in found.items()}
+
+
+def complete(lines: Sequence[Line], half: Half) -> tuple[list[Line], list[str]]:
+    """The lines of the contenders that were run on every problem of a half, and the names of the others."""
+    lines = [line for line in lines if line.half == half]
+    problems = {line.problem for line in lines}
+    seen: dict[str, set[str]] = {}
+    for line in lines:
+        seen.setdefault(line.contender, set()).add(line.problem)
+    partial = [c for c, mine in seen.items() if mine != problems]
+    return [line for line in lines if line.contender not in partial], partial
+
+
 def summarise(lines: Sequence[Line], half: Half) -> list[Summary]:
     """The main table of a half: within each group the best first."""
     lines = [line for line in lines if line.half == half]
-    table = ratios(lines)
+    table, rank = ratios(lines), ranks(lines)
+    classified = {line.problem for line in lines if line.accuracy is not None and line.kind in NETWORKS}
     rows = []
     for contender, problems in table.items():
         mine = [line for line in lines if line.contender == contender]
@@ -130,7 +179,8 @@ def summarise(lines: Sequence[Line], half: Half) -> list[Summary]:
         per_seed = [geometric_mean(problems[p][s] for p in problems) for s in seeds]
         per_problem = {p: geometric_mean(values.values()) for p, values in problems.items()}
         worst = max(per_problem, key=lambda p: per_problem[p])
-        nets = [0.1 if r.accuracy is None else r.accuracy for r in mine if r.kind in NETWORKS]
+        nets = [0.1 if r.accuracy is None else r.accuracy for r in mine if r.problem in classified]
+        failures = {p: [failed(r) for r in mine if r.problem == p] for p in problems}
         rows.append(
             Summary(
                 half=half,
@@ -141,6 +191,8 @@ def summarise(lines: Sequence[Line], half: Half) -> list[Summary]:
                 high=max(per_seed),
                 worst=per_problem[worst],
                 worst_problem=worst,
+                failed=sum(2 * sum(f) > len(f) for f in failures.values()),
+                rank=rank.get(contender, math.nan),
                 accuracy=math.fsum(nets) / len(nets) if nets else math.nan,
                 extra=_extra([r for r in mine if not r.diverged]),
                 diverged=sum(r.diverged for r in mine),

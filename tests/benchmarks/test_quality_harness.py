@@ -101,7 +101,7 @@ def test_the_harness_average_is_the_polynomial_average_of_the_optimizer_and_of_d
 def test_a_diverged_run_has_the_starting_gap():
     problem = get_problem("rosenbrock-10d")
     result = run(problem, get_method("sgd"), seed=1, rate=10.0)
-    assert result.outcomes["last"] == training.Outcome(gap=result.start, accuracy=None, diverged=True)
+    assert result.outcomes["last"] == training.Outcome(gap=result.start, accuracy=None, validation=None, diverged=True)
     assert result.start == 9.0
     assert result.evaluations < 20  # nothing finite is left: it stops
 
@@ -255,8 +255,8 @@ def test_dog_starts_as_its_documentation_says_for_batchnorm():
 def line(contender, problem, seed, gap, group=tables.TUNED, kind="mlp", **more):
     plain = Line(
         half="development", problem=problem, kind=kind, contender=contender, group=group, method="m", point="last",
-        learning_rate=0.1, edge=False, seed=seed, gap=gap, start=100.0, accuracy=0.5, diverged=False, evaluations=110,
-        steps=100,
+        learning_rate=0.1, edge=False, seed=seed, gap=gap, start=100.0, constant=50.0, accuracy=0.5, validation=None,
+        diverged=False, evaluations=110, steps=100, digest="",
     )  # fmt: skip
     return dataclasses.replace(plain, **more)
 

@@ -20,6 +20,9 @@ __all__ = ["adapters"]
 class _Adapted(nn.Module):
     """A frozen linear layer plus B A, with B = 0 at first."""
 
+    weight: Tensor
+    bias: Tensor
+
     def __init__(self, layer: nn.Linear, rank: int) -> None:
         super().__init__()
         self.register_buffer("weight", layer.weight.detach().clone())

@@ -16,6 +16,9 @@ __all__ = ["communities", "walks"]
 class _Convolution(nn.Module):
     """Two graph convolutions (Kipf and Welling 2017) on one graph; the inputs are the numbers of its nodes."""
 
+    spread: Tensor
+    features: Tensor
+
     def __init__(self, adjacency: Tensor, features: Tensor, hidden: int, classes: int) -> None:
         super().__init__()
         degree = adjacency.sum(1).rsqrt()

@@ -106,7 +106,7 @@ def cancer_raw(seed: int, part: str, batch: int, ridge: float) -> Objective:
 
 def prices_raw(seed: int, part: str, hidden: tuple[int, ...], batch: int) -> Objective:
     """Housing prices in thousands from features in their own units, from 1e-3 to 700, by a network."""
-    from mlxtend.data import boston_housing_data
+    from mlxtend.data import boston_housing_data  # type: ignore[import-untyped]
 
     x, y = boston_housing_data()
     samples = part_of(x, y[:, None], part, torch.float32)

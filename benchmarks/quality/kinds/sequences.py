@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -112,7 +113,7 @@ class _Field(nn.Module):
         return torch.stack(points, 1)
 
 
-def _runge_kutta(field, x: Tensor, h: float) -> Tensor:  # type: ignore[no-untyped-def]
+def _runge_kutta(field: Callable[[Tensor], Tensor], x: Tensor, h: float) -> Tensor:
     a = field(x)
     b = field(x + h / 2 * a)
     c = field(x + h / 2 * b)
