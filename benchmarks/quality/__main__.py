@@ -18,7 +18,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from benchmarks.quality import figure, harness, methods, problems, tables
+from benchmarks.quality import figure, harness, methods, page, problems, tables
 from benchmarks.quality.harness import Settings
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -33,7 +33,11 @@ def main(arguments: list[str] | None = None) -> None:
     measure = commands.add_parser("measure", help="run what is missing, save it, and write the tables")
     measure.add_argument("--half", choices=[*problems.HALVES, "both"], required=True, help="of the problems")
     measure.add_argument("--jobs", type=int, default=1, help="processes, of one thread each (default 1)")
-    measure.add_argument("--smoke", action="store_true", help="one seed, one learning rate, a twentieth of the budgets")
+    measure.add_argument(
+        "--smoke",
+        action="store_true",
+        help="one problem of each kind, one seed, one learning rate, a twentieth of the budgets",
+    )
     measure.add_argument("--cache", type=Path, default=RESULTS / ".quality", help="folder of the single runs")
     measure.add_argument("--problem", action="append", help="only this one; may be repeated; prints, saves nothing")
     measure.add_argument("--method", action="append", help="only this one; may be repeated; prints, saves nothing")
@@ -70,10 +74,12 @@ def _measure(chosen: argparse.Namespace) -> None:
         raise SystemExit(f"--method: not known or not installed: {', '.join(sorted(missing))}; see `list`")
     for half in problems.HALVES if chosen.half == "both" else (chosen.half,):
         whole = [p for p in problems.suite() if p.half == half]
+        if chosen.smoke and not chosen.problem:  # one of each kind
+            whole = list({p.kind: p for p in reversed(whole)}.values())[::-1]
         suite = [p for p in whole if p.name in (chosen.problem or [p.name])]
         path = out / f"quality-runs-{half}.csv"
         saved = tables.read_runs(path) if path.exists() else []
-        usable = [] if chosen.fresh else saved
+        usable = [] if chosen.fresh or chosen.smoke else saved
         lines = harness.measure_all(suite, contenders, chosen.cache, settings, chosen.jobs, usable)
         if chosen.problem or chosen.method:
             for line in lines:
@@ -86,7 +92,7 @@ def _measure(chosen: argparse.Namespace) -> None:
         lines += [line for line in saved if line.contender in left]
         tables.write_runs(path, harness.in_order(lines, whole, [c.label for c in everyone]))
         command = f"python -m benchmarks.quality measure --half {half}" + (" --smoke" if chosen.smoke else "")
-        about = tables.about(settings, command)
+        about = page.about(settings, command)
         (out / f"quality-about-{half}.json").write_text(json.dumps(about, indent=1) + "\n")
     if not (chosen.problem or chosen.method):
         _write(out)
@@ -97,11 +103,14 @@ def _write(out: Path) -> None:
     lines = [line for path in saved if path.exists() for line in tables.read_runs(path)]
     if not lines:
         raise SystemExit(f"no saved runs in {out}: run `python -m benchmarks.quality measure --half development` first")
-    text = tables.markdown(lines, tables.read_information(out))
+    text = page.markdown(lines, page.read_information(out))
     (out / "quality.md").write_text(text)
-    halves = [half for half in problems.HALVES if any(line.half == half for line in lines)]
-    tables.write_summary(out / "quality.csv", [row for half in halves for row in tables.summarise(lines, half)])
-    figure.draw(lines, [out / "quality-profile.png", out / "quality-profile.svg"])
+    whole = {half: tables.complete(lines, half)[0] for half in problems.HALVES}
+    rows = [row for half, mine in whole.items() if mine for row in tables.summarise(mine, half)]
+    tables.write_summary(out / "quality.csv", rows)
+    figure.draw(
+        [line for mine in whole.values() for line in mine], [out / f"quality-profile.{e}" for e in ("png", "svg")]
+    )
     print(text)
     shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
     print(f"written to {shlex.quote(str(shown))}", file=sys.stderr)
