@@ -2,7 +2,8 @@
 
 A :class:`Method` is a way to train; one training gives a result at the last iterate and, where an average is kept, at
 the average. A :class:`Contender` is a line of the table: a method, the point at which it says to evaluate, and whether
-its learning rate is tuned per problem or is the documented default.
+its learning rate is tuned per problem or is the documented default. To add one is a line in ``METHODS`` and one in
+``contenders``; then only it is run.
 
 What is measured is how well the objective is minimised, so no method uses weight decay, but for AdamW as it comes.
 Mechanic and COCOB are their authors' own packages. Where authors recommend something else than their defaults, that is

@@ -30,7 +30,6 @@ __all__ = [
     "Rescaled",
     "Rosenbrock",
     "Supervised",
-    "minimum",
 ]
 
 
@@ -394,25 +393,3 @@ class _Full(nn.Module):
 
     def forward(self) -> Tensor:
         return self.of.full()
-
-
-def minimum(objective: Objective, iterations: int = 2000) -> float:
-    """The least value that L-BFGS in float64 finds from where the objective starts; its parameters are changed."""
-    optimizer = torch.optim.LBFGS(
-        objective.parameters(),
-        max_iter=iterations,
-        max_eval=2 * iterations,
-        history_size=50,
-        tolerance_grad=1e-9,
-        tolerance_change=0.0,
-        line_search_fn="strong_wolfe",
-    )
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = objective.full()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    return float(objective.full().detach())

@@ -54,7 +54,7 @@ class Problem:
     build: Callable[..., Objective] = field(repr=False)
     options: dict[str, Any] = field(default_factory=dict)
     optimum: float | None = None
-    """f*, where the objective does not know it: what L-BFGS finds (``objectives.minimum``)."""
+    """f*, where the objective does not know it: what L-BFGS or Newton find (``minimum``)."""
     loss_scale: float = 1.0
     parameter_scale: float = 1.0
 

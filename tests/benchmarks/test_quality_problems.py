@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.quality import data, development, get_problem, held_out, objectives, suite
+from benchmarks.quality.minimum import minimum, newton
 from benchmarks.quality.objectives import Objective
 from benchmarks.quality.problems import KINDS, Problem
 from torch import nn
@@ -164,20 +165,25 @@ def test_additive_noise_has_the_stated_size_per_coordinate() -> None:
 )
 def test_the_optimum_of_a_regression_is_what_lbfgs_finds(name: str) -> None:
     problem = get_problem(name)
-    assert objectives.minimum(problem.make(seed=0, steps=1).objective) == pytest.approx(problem.optimum, abs=1e-9)
+    assert minimum(problem.make(seed=0, steps=1).objective) == pytest.approx(problem.optimum, abs=1e-9)
+
+
+def test_the_optimum_of_a_regression_on_raw_features_is_what_newton_finds() -> None:
+    problem = get_problem("logistic-cancer-raw")
+    assert newton(problem.make(seed=0, steps=1).objective) == pytest.approx(problem.optimum, abs=1e-12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adult-20", "adult-2"])
 def test_what_stands_for_the_optimum_of_adult_is_below_what_lbfgs_finds(name: str) -> None:
     problem = get_problem(name)
-    found = objectives.minimum(problem.make(seed=0, steps=1).objective)
+    found = minimum(problem.make(seed=0, steps=1).objective)
     assert 0 < found - problem.optimum < 2e-3  # of a starting gap of 0.31
 
 
 def test_the_optimum_of_a_factorisation_is_reached_and_not_passed() -> None:
     objective = get_problem("factorisation-60x40").make(seed=0, steps=1).objective
-    assert 0 <= objectives.minimum(objective, 500) - objective.optimum < 1e-9
+    assert 0 <= minimum(objective, 500) - objective.optimum < 1e-9
 
 
 @pytest.mark.parametrize("name", [p.name for p in suite() if p.loss_scale != 1 or p.parameter_scale != 1])
