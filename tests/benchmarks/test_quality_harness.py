@@ -21,6 +21,7 @@ from benchmarks.quality import (
     get_problem,
     methods,
     page,
+    problems,
     run,
     tables,
     training,
@@ -427,6 +428,31 @@ def test_tables_and_plot_are_made_from_saved_runs_and_are_the_same_each_time(tmp
     main(["tables", "--out", str(tmp_path)])
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == made
     assert "Free" in capsys.readouterr().out
+
+
+def test_lines_of_a_package_that_is_left_out_stay_as_they_are_saved(tmp_path, monkeypatch):
+    suite = tuple(map(get_problem, ("rosenbrock-10d", "logistic-cancer", "mlp-digits")))  # also those of the probes
+    few = [c for c in contenders() if c.label in ("SGD", "SGDOL")]
+    monkeypatch.setattr(problems, "suite", lambda: suite)
+    monkeypatch.setattr(methods, "contenders", lambda: few)
+    arguments = [
+        "measure",
+        "--half",
+        "development",
+        "--smoke",
+        "--cache",
+        str(tmp_path / "runs"),
+        "--out",
+        str(tmp_path),
+    ]
+    main(arguments)
+    saved = tmp_path / "quality-runs-development.csv"
+    by_hand = [dataclasses.replace(r, gap=0.5) if r.contender == "SGDOL" else r for r in tables.read_runs(saved)]
+    tables.write_runs(saved, by_hand)
+    main([*arguments, "--without-package", "sgdol"])
+    assert tables.read_runs(saved) == by_hand
+    main(arguments)
+    assert tables.read_runs(saved) != by_hand
 
 
 def test_the_half_has_to_be_named(capsys):
