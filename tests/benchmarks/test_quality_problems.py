@@ -20,6 +20,20 @@ ROOT = Path(__file__).parents[2]
 NAMES = [p.name for p in suite()]
 
 
+def in_double(objective: Objective) -> bool:
+    return all(p.dtype == torch.float64 for p in objective.parameters())
+
+
+def splits_exactly(objective: Objective) -> bool:
+    """BatchNorm and dropout make another function of the halves than of the whole."""
+    return not any(isinstance(m, nn.Dropout | nn.BatchNorm2d) and getattr(m, "p", 1) > 0 for m in objective.modules())
+
+
+_MADE = {p.name: p.make(seed=0, steps=1).objective for p in suite()}
+IN_DOUBLE = [p.name for p in suite() if not p.network and in_double(_MADE[p.name])]
+SPLIT_EXACTLY = [name for name, objective in _MADE.items() if splits_exactly(objective)]
+
+
 def gradient(objective: Objective, loss: torch.Tensor) -> torch.Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(objective.parameters()))])
 
@@ -73,11 +87,7 @@ def test_text_windows_continue_each_other(part: str) -> None:
     assert torch.equal(samples.inputs[1:, 0], samples.targets[:-1, -1])
 
 
-def in_double(problem: Problem) -> bool:
-    return all(p.dtype == torch.float64 for p in problem.make(seed=0, steps=1).parameters())
-
-
-@pytest.mark.parametrize("name", [p.name for p in suite() if not p.network and in_double(p)])
+@pytest.mark.parametrize("name", IN_DOUBLE)
 def test_gradient_agrees_with_finite_differences(name: str) -> None:
     objective = moved(get_problem(name))
     params = list(objective.parameters())
@@ -120,13 +130,7 @@ def test_adult_gradient_is_the_papers() -> None:
     np.testing.assert_allclose(gradient(objective, objective(rows)).numpy(), expected, rtol=1e-12, atol=1e-15)
 
 
-def split_exactly(problem: Problem) -> bool:
-    """BatchNorm and dropout make another function of the halves than of the whole."""
-    modules = problem.make(seed=0, steps=1).objective.modules()
-    return not any(isinstance(m, nn.Dropout | nn.BatchNorm2d) and getattr(m, "p", 1) > 0 for m in modules)
-
-
-@pytest.mark.parametrize("name", [p.name for p in suite() if split_exactly(p)])
+@pytest.mark.parametrize("name", SPLIT_EXACTLY)
 def test_two_halves_of_a_batch_average_to_the_batch(name: str) -> None:
     instance = get_problem(name).make(seed=2, steps=4)
     objective = instance.objective
@@ -284,7 +288,7 @@ def test_batchnorm_statistics_are_estimated_at_the_evaluated_weights(name: str) 
     assert instance.objective.training
 
 
-@pytest.mark.parametrize("name", [p.name for p in suite() if split_exactly(p)])
+@pytest.mark.parametrize("name", SPLIT_EXACTLY)
 def test_a_batch_looked_at_again_is_the_same_function(name: str) -> None:
     instance = get_problem(name).make(seed=2, steps=2)
     first = gradient(instance.objective, instance.loss(1, 0, 2))
