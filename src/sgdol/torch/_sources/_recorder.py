@@ -177,7 +177,7 @@ class Recorder:
 
     def __init__(self, finder: Finder, geometry: Geometry) -> None:
         self._finder = finder
-        self._world = finder.world
+        self._world = finder.here
         self._geometry = geometry
         self._slots: list[Slot] = []
         self._index: dict[Tensor, int] = {}
@@ -189,7 +189,7 @@ class Recorder:
 
     def watch(self, params: Iterable[tuple[Tensor, Keep]]) -> None:
         """Watch more parameters, and those that did not require a gradient or had another type before."""
-        world = self._world = self._finder.world
+        world = self._finder.here
         for param, keep in params:
             index = self._index.get(param)
             if index is None:
@@ -206,7 +206,7 @@ class Recorder:
 
     def rebase(self, finder: Finder, geometry: Geometry) -> None:
         """Go on with another finder and geometry: the parameters are more, or their state is another."""
-        self._finder, self._world, self._geometry = finder, finder.world, geometry
+        self._finder, self._world, self._geometry = finder, finder.here, geometry
 
     def unseen(self, params: list[Tensor]) -> bool:
         """Whether there are gradients that no hook has seen: parameters that are new, unfrozen, or of another type."""
@@ -426,7 +426,7 @@ class Recorder:
     @torch.no_grad()
     def _adopt(self, slot: Slot) -> None:
         """A gradient that was there before anybody watched is one contribution."""
-        if self._world.waits(slot.param) and slot.reduces:
+        if slot.reduces and self._finder.here.waits(slot.param):
             return  # nobody knows any more what each rank had; a parameter without passes counts as one gradient
         slot.count, slot.lazy = 1, True
         slot.see()
