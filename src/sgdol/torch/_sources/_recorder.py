@@ -390,8 +390,8 @@ class Recorder:
 
     def _sample(self, slots: list[Slot]) -> None:
         largest = sorted(slots, key=lambda slot: local(slot.param).numel())[-SAMPLED:]
-        entries = squared_norms([entries(slot) for slot in largest], self._n)
-        self._samples = list(zip(largest, entries.unbind(), strict=True))
+        found = squared_norms([entries(slot) for slot in largest], self._n)
+        self._samples = list(zip(largest, found.unbind(), strict=True))
 
     def _silently_written(self) -> bool:
         """Whether entries changed although no version says so, or whether it cannot be told without a wait."""
