@@ -36,8 +36,8 @@ def recent(average: Array, value: Array) -> Array:
 def signal_to_noise(signal: Array, length: Array) -> Array:
     r"""The sum of u over that of n - u: from 0 (nothing but noise) to :math:`2^{52}` (none).
 
-    Not a number before any update. Both sums are estimates: a signal that comes out negative counts as 0, and so does the
-    noise, as nearly as a finite ratio allows.
+    Not a number before any update. Both sums are estimates: a signal that comes out negative counts as 0, and so does
+    the noise, as nearly as a finite ratio allows.
 
     Args:
         signal: the sum of u, or its moving average.
