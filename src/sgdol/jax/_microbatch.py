@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sgdol.jax._draw import vary_over
+from sgdol.jax._axes import vary_over
 
 __all__ = ["mean_of_microbatches", "microbatch_grads"]
 

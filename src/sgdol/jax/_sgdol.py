@@ -1,45 +1,24 @@
 r"""SGDOL as an optax gradient transformation (Zhuang, Cutkosky and Orabona, ICML 2019).
 
-The way is one way: independent gradients (``_ways``) -> (d, u, n) of every block (``_draw``, ``_blocks``) -> multiplier
-s by a learner of :mod:`sgdol.learners` (``_core``) -> update -lr s d.
+The way is one way: independent gradients (``_sources``) -> metric (``_geometry``) and momentum -> (d, u, n) of every
+block (``_statistics``, ``_blocks``) -> multiplier s by a learner (``_core``) -> update -lr s d.
 """
-# No postponed annotations here: optax's own tests look at learning_rate's for its type.
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from typing import Any
 
-import jax
 import optax
 
-from sgdol import surrogate
 from sgdol.jax import _averaging
-from sgdol.jax._blocks import Granularity
-from sgdol.jax._checks import check_number
 from sgdol.jax._core import Core, ScaleBySGDOLState
-from sgdol.learners import Learner
+from sgdol.jax._options import Options, Scaling, takes
 
 __all__ = ["scale_by_sgdol", "sgdol"]
 
-Number = float | jax.Array
 
-
-def sgdol(
-    learning_rate: optax.ScalarOrSchedule = None,
-    *,
-    smoothness: Number | None = None,
-    alpha: Number | None = None,
-    kappa: Number = 1.0,
-    estimator: surrogate.Estimator = "symmetric",
-    granularity: Granularity = "global",
-    param_labels: Any | Callable[[Any], Any] = None,
-    momentum: Number | None = None,
-    statistics: surrogate.MomentumStatistics = "direction",
-    weight_decay: Number | None = None,
-    averaging: Number | None = None,
-    learner: Learner | None = None,
-    axis_name: str | tuple[str, ...] | None = None,
-    record: bool = True,
-) -> optax.GradientTransformationExtraArgs:
+@takes(Options)
+def sgdol(options: Options) -> optax.GradientTransformationExtraArgs:  # noqa: D417  # the fields are described
     r"""Stochastic gradient descent whose step size is learned online.
 
     .. math:: x_{t+1} = x_t - \eta_t d_t, \qquad \eta_t = \mathrm{lr} \cdot \mathrm{clip}\!\left(
@@ -81,29 +60,9 @@ def sgdol(
     >>> round(float(updates[0]), 6)  # -1/4 * (1 + 8) / (1 + 9) * 3
     -0.675
     """
-    if (learning_rate is None) == (smoothness is None):
-        given = "neither" if learning_rate is None else f"{learning_rate!r} and {smoothness!r}"
-        raise ValueError(f"give learning_rate or smoothness (1 / learning_rate), exactly one of the two, got {given}")
-    if smoothness is not None:
-        check_number("smoothness", smoothness, lambda m: m > 0, "positive and finite")
-        learning_rate = 1.0 / smoothness
-    elif not callable(learning_rate):
-        check_number("learning_rate", learning_rate, lambda rate: rate > 0, "positive and finite")
-    if averaging is not None:
-        check_number("averaging", averaging, lambda a: a >= 0, "at least 0 and finite, or None")
-    core = Core(
-        alpha=alpha,
-        kappa=kappa,
-        estimator=estimator,
-        granularity=granularity,
-        param_labels=param_labels,
-        momentum=momentum,
-        statistics=statistics,
-        weight_decay=weight_decay,
-        learner=learner,
-        axis_name=axis_name,
-        record=record,
-    )
+    core = Core(options.scaling)
+    learning_rate: Any = options.learning_rate
+    averaging = options.averaging
     rates = optax.scale_by_learning_rate(learning_rate)
 
     def rate(state: Any) -> Any:
@@ -135,20 +94,8 @@ def sgdol(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def scale_by_sgdol(
-    *,
-    alpha: Number | None = None,
-    kappa: Number = 1.0,
-    estimator: surrogate.Estimator = "symmetric",
-    granularity: Granularity = "global",
-    param_labels: Any | Callable[[Any], Any] = None,
-    momentum: Number | None = None,
-    statistics: surrogate.MomentumStatistics = "direction",
-    weight_decay: Number | None = None,
-    learner: Learner | None = None,
-    axis_name: str | tuple[str, ...] | None = None,
-    record: bool = True,
-) -> optax.GradientTransformationExtraArgs:
+@takes(Scaling)
+def scale_by_sgdol(options: Scaling) -> optax.GradientTransformationExtraArgs:  # noqa: D417  # likewise
     r"""Turn independent gradients at one point into :math:`s_t d_t`, direction times learned multiplier.
 
     ``update`` takes them in any of three ways:
@@ -197,19 +144,7 @@ def scale_by_sgdol(
         axis_name: one name, or several, of the devices.
         record: keep the sums for :func:`sgdol.jax.diagnostics`.
     """
-    core = Core(
-        alpha=alpha,
-        kappa=kappa,
-        estimator=estimator,
-        granularity=granularity,
-        param_labels=param_labels,
-        momentum=momentum,
-        statistics=statistics,
-        weight_decay=weight_decay,
-        learner=learner,
-        axis_name=axis_name,
-        record=record,
-    )
+    core = Core(options)
 
     def update(
         updates: Any, state: ScaleBySGDOLState, params: Any = None, *, others: Any = None, **extra: Any
