@@ -9,7 +9,7 @@ import optax
 import pytest
 from six_numbers import BLOCKS, LABELS, flat, gradients, granular, run, tree
 
-from sgdol.jax import diagnostics, microbatch_grads, scale_by_sgdol, sgdol
+from sgdol.jax import diagnostics, scale_by_sgdol, sgdol
 from sgdol.learners import FTRL, OnlineGradientDescent, OptimisticFTRL
 from sgdol.reference import replay
 
@@ -321,21 +321,6 @@ def test_a_label_stands_for_everything_below_it():
     wrong = sgdol(0.25, granularity="group", param_labels={"encoder": "slow"})
     with pytest.raises(ValueError, match="param_labels must be a prefix of the tree of the parameters"):
         wrong.init(params)
-
-
-def test_microbatch_gradients_average_to_the_gradient_of_the_batch():
-    def loss(params, x, y):
-        return jnp.mean((x @ params - y) ** 2)
-
-    rng = np.random.default_rng(0)
-    x, y, params = jnp.asarray(rng.normal(size=(12, 3))), jnp.asarray(rng.normal(size=12)), jnp.ones(3)
-    stacked = microbatch_grads(loss, 4)(params, x, y)
-    assert stacked.shape == (4, 3)
-    np.testing.assert_allclose(stacked.mean(0), jax.grad(loss)(params, x, y), atol=1e-14)
-    with pytest.raises(ValueError, match=r"multiple of k = 5, got the shape \(12, 3\)"):
-        microbatch_grads(loss, 5)(params, x, y)
-    with pytest.raises(ValueError, match="k must be an integer of at least 2"):
-        microbatch_grads(loss, 1)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Core:
         self._options = options
         self._learner: Any = options.learner
         self._metric: Any = options.metric
-        self._hindsight: bool = uses_hindsight(self._learner)
+        self._hindsight = options.learner is not None and uses_hindsight(options.learner)
         self._trace_tells = isinstance(self._metric, Euclidean) and options.momentum is not None
 
     def init(self, params: Any, rate: Any = 1.0) -> ScaleBySGDOLState:
@@ -70,7 +70,12 @@ class Core:
         options, blocks = self._options, self._blocks(params)
         zeros = blocks.zeros()
         states = [self._learner.initial(zero) for zero in zeros]
-        alphas = [zero if options.alpha is None else zero + _limited(options.alpha, zero.dtype) for zero in zeros]
+        alphas, unit = zeros, jnp.zeros((), blocks.dtype)
+        if options.alpha is not None:
+            alphas = [zero + _limited(options.alpha, zero.dtype) for zero in zeros]
+            if self._measures_in_alpha(blocks):
+                unit, _ = _geometry.choose_unit([jnp.sqrt(_limited(options.alpha, blocks.dtype))], blocks.dtype)
+                alphas = [_in_unit(a, unit) for a in alphas]
         vectors = [jnp.zeros_like(as_real(jnp.asarray(leaf))) for leaf in jax.tree.leaves(params)]
         with_momentum = options.momentum is not None
         state = ScaleBySGDOLState(
@@ -85,7 +90,7 @@ class Core:
             record=_record.empty(blocks, rate) if options.record else (),
             metric=_geometry.pack(self._metric, [self._metric.initial(zero) for zero in vectors], blocks),
             direction=blocks.tree(vectors) if self._keeps_direction else (),
-            unit=jnp.zeros((), blocks.dtype),
+            unit=unit,
         )
         # Each its own memory, as a learner may use one zero twice: nobody can donate the same buffer twice.
         return jax.tree.map(jnp.array, state)
@@ -115,7 +120,7 @@ class Core:
     ) -> tuple[list[jax.Array], ScaleBySGDOLState, jax.Array]:
         """The update of each leaf and the state after it, if the gradients are enough; and whether all is finite."""
         options = self._options
-        unit, found_unit = _unit(state, found, blocks)
+        unit, has_unit = self._unit(state, found, blocks)
         geometry = Geometry(self._metric, _geometry.unpack(self._metric, state.metric, blocks), found.mean, unit)
         raw = seen = of_gradients(found, geometry, blocks, options.estimator)
         trace, weight = state.trace, state.trace_weight
@@ -141,7 +146,7 @@ class Core:
             metric=_geometry.pack(self._metric, geometry.observe(found.mean), blocks),
             direction=blocks.tree(seen.directions) if self._keeps_direction else (),
             # A signal without a direction, of gradients that cancel, has been taken in this unit, too.
-            unit=jnp.where(found_unit | (_record.total(raw.u) != 0), unit, 0.0) if _has(state.unit) else (),
+            unit=jnp.where(has_unit | (_record.total(raw.u) != 0), unit, 0.0) if _has(state.unit) else (),
         )
         if options.record:
             lengths = geometry.products(seen.directions, seen.directions) if blocks.per_coordinate else seen.n
@@ -151,6 +156,20 @@ class Core:
         finite = jnp.isfinite(_record.total(raw.u) + _record.total(raw.n) + _record.total(last))
         return self._moves(blocks.spread(multipliers), seen.directions, params, found, state, blocks), new, finite
 
+    def _unit(self, state: ScaleBySGDOLState, found: Gradients, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+        """The unit of this update's products, and whether there was or is something to choose it by."""
+        if not _has(state.unit):
+            return jnp.ones((), blocks.dtype), jnp.ones((), bool)
+        known = state.unit > 0
+        if self._measures_in_alpha(blocks):
+            return state.unit, known
+        # A branch, as this is needed once: the largest entry of all gradients takes time to find.
+        return jax.lax.cond(known, lambda: (state.unit, known), lambda: _geometry.choose_unit(found.mean, blocks.dtype))
+
+    def _measures_in_alpha(self, blocks: Blocks) -> bool:
+        """Whether a given alpha sets the unit: float64 holds every square that matters beside it."""
+        return self._options.alpha is not None and jnp.finfo(blocks.dtype).maxexp >= 1024
+
     def _learn(
         self, state: ScaleBySGDOLState, seen: Statistics, last: list[jax.Array], unit: jax.Array, blocks: Blocks
     ) -> tuple[list[jax.Array], list[Any], list[jax.Array]]:
@@ -159,7 +178,9 @@ class Core:
         if self._options.alpha is None:
             after = self._first_alpha(alphas, seen.n, blocks)
         else:
-            after = alphas = [_in_unit(a, state.unit, unit) for a in alphas]
+            if _has(state.unit) and not self._measures_in_alpha(blocks):
+                alphas = [jnp.where(state.unit > 0, a, _in_unit(a, unit)) for a in alphas]
+            after = alphas
         multipliers = [self._learner.predict(s, a) for s, a in zip(states, alphas, strict=True)]
         hindsight = [{"last": v} for v in last] if self._hindsight else [{}] * len(states)
         blockwise = zip(states, multipliers, seen.u, seen.n, after, hindsight, strict=True)
@@ -235,22 +256,10 @@ class Core:
         return jax.tree.structure(jax.eval_shape(lambda: self._learner.initial(jnp.zeros(()))))
 
 
-def _unit(state: ScaleBySGDOLState, found: Gradients, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
-    """The unit of this update's products, and whether there was or is a gradient to choose it by."""
-    if not _has(state.unit):
-        return jnp.ones((), blocks.dtype), jnp.ones((), bool)
-    first, chosen = _geometry.choose_unit(found.mean, blocks.dtype)
-    known = state.unit > 0
-    return jnp.where(known, state.unit, first), known | chosen
-
-
-def _in_unit(alpha: jax.Array, before: Any, unit: jax.Array) -> jax.Array:
-    """A given alpha, which is in units of 1 until there is another."""
-    if not _has(before):
-        return alpha
+def _in_unit(alpha: jax.Array, unit: jax.Array) -> jax.Array:
+    """An alpha that was in units of 1."""
     inverse = (1 / unit).astype(alpha.dtype)
-    fresh = jnp.minimum(alpha * inverse * inverse, _geometry.largest_alpha(alpha.dtype))
-    return jnp.where(before > 0, alpha, fresh)
+    return jnp.minimum(alpha * inverse * inverse, _geometry.largest_alpha(alpha.dtype))
 
 
 def _limited(value: Any, dtype: Any) -> jax.Array:

@@ -53,4 +53,6 @@ def diagnostics(state: Any) -> dict[str, Any]:
     inner: ScaleBySGDOLState = found[0][1]
     if not isinstance(inner.record, _record.Record):
         raise ValueError("this optimizer keeps no record: it was constructed with record=False")
-    return _record.report(inner.record, inner.count, inner.pending, 1.0 if isinstance(inner.unit, tuple) else inner.unit)
+    return _record.report(
+        inner.record, inner.count, inner.pending, 1.0 if isinstance(inner.unit, tuple) else inner.unit
+    )
