@@ -72,10 +72,11 @@ class Core:
         states = [self._learner.initial(zero) for zero in zeros]
         alphas, unit = zeros, jnp.zeros((), blocks.dtype)
         if options.alpha is not None:
-            alphas = [zero + _limited(options.alpha, zero.dtype) for zero in zeros]
+            one = jnp.ones((), blocks.dtype)
             if self._measures_in_alpha(blocks):
-                unit, _ = _geometry.choose_unit([jnp.sqrt(_limited(options.alpha, blocks.dtype))], blocks.dtype)
-                alphas = [_in_unit(a, unit) for a in alphas]
+                unit, _ = _geometry.choose_unit([jnp.sqrt(_geometry.in_unit(options.alpha, one))], blocks.dtype)
+            first = _geometry.in_unit(options.alpha, jnp.where(unit > 0, unit, one))
+            alphas = [zero + first.astype(zero.dtype) for zero in zeros]
         vectors = [jnp.zeros_like(as_real(jnp.asarray(leaf))) for leaf in jax.tree.leaves(params)]
         with_momentum = options.momentum is not None
         state = ScaleBySGDOLState(
@@ -179,7 +180,8 @@ class Core:
             after = self._first_alpha(alphas, seen.n, blocks)
         else:
             if _has(state.unit) and not self._measures_in_alpha(blocks):
-                alphas = [jnp.where(state.unit > 0, a, _in_unit(a, unit)) for a in alphas]
+                first = _geometry.in_unit(self._options.alpha, unit)
+                alphas = [jnp.where(state.unit > 0, a, first.astype(a.dtype)) for a in alphas]
             after = alphas
         multipliers = [self._learner.predict(s, a) for s, a in zip(states, alphas, strict=True)]
         hindsight = [{"last": v} for v in last] if self._hindsight else [{}] * len(states)
@@ -220,8 +222,8 @@ class Core:
     def _first_alpha(self, alphas: list[jax.Array], n: list[jax.Array], blocks: Blocks) -> list[jax.Array]:
         """The default alpha: kappa times the first non-zero squared direction, to each block its even share by size."""
         length = _record.total(n)
-        largest = _geometry.largest_alpha(length.dtype)
-        first = jnp.where(length > 0, jnp.minimum(_limited(self._options.kappa, length.dtype) * length, largest), 0.0)
+        kappa, largest = _geometry.in_unit(self._options.kappa, jnp.ones_like(length)), _geometry.largest(length.dtype)
+        first = jnp.where(length > 0, jnp.minimum(kappa * length, largest), 0.0)
         unset = jnp.max(alphas[0]) == 0 if alphas[0].size else _record.total(alphas) == 0
         return [
             jnp.where(unset, jnp.broadcast_to((first * share).astype(a.dtype), a.shape), a)
@@ -254,20 +256,6 @@ class Core:
     def _kind(self) -> Any:
         """The tree structure of the learner's state."""
         return jax.tree.structure(jax.eval_shape(lambda: self._learner.initial(jnp.zeros(()))))
-
-
-def _in_unit(alpha: jax.Array, unit: jax.Array) -> jax.Array:
-    """An alpha that was in units of 1."""
-    inverse = (1 / unit).astype(alpha.dtype)
-    return jnp.minimum(alpha * inverse * inverse, _geometry.largest_alpha(alpha.dtype))
-
-
-def _limited(value: Any, dtype: Any) -> jax.Array:
-    """A positive number that alpha is or is a multiple of, no larger than it need be."""
-    largest = _geometry.largest_alpha(dtype)
-    if not isinstance(value, jax.Array):
-        value = min(value, largest)  # a Python number may be out of the type's range
-    return jnp.minimum(jnp.asarray(value, dtype), largest)
 
 
 def _has(part: Any) -> bool:

@@ -8,6 +8,7 @@ products are ratios.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from sgdol.jax._blocks import Blocks
 from sgdol.metrics import Means, Metric, is_scale_free
 
-__all__ = ["Geometry", "choose_unit", "largest_alpha", "pack", "unpack"]
+__all__ = ["Geometry", "choose_unit", "in_unit", "largest", "pack", "unpack"]
 
 
 def choose_unit(gradient: list[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -30,16 +31,30 @@ def choose_unit(gradient: list[jax.Array], dtype: Any) -> tuple[jax.Array, jax.A
     (35.0, True)
     """
     top = jnp.max(jnp.stack([jnp.max(jnp.abs(g), initial=0.0).astype(dtype) for g in gradient]))
-    largest = jnp.finfo(dtype).maxexp
+    top_power = jnp.finfo(dtype).maxexp
     found = (top > 0) & jnp.isfinite(top)
     exponent = jnp.where(found, jnp.frexp(jnp.where(found, top, 1.0))[1], 0)
-    excess = exponent - jnp.clip(exponent, -5 * largest // 16, largest // 4)
+    excess = exponent - jnp.clip(exponent, -5 * top_power // 16, top_power // 4)
     return jnp.ldexp(jnp.ones((), dtype), excess), found
 
 
-def largest_alpha(dtype: Any) -> float:
+def largest(dtype: Any) -> float:
     """What alpha need not exceed: no sum of squares ever counts beside it, and it can still be multiplied."""
     return 2.0 ** (3 * jnp.finfo(dtype).maxexp // 4)
+
+
+def in_unit(square: Any, unit: jax.Array) -> jax.Array:
+    """A positive number in units of the square of a unit, of the unit's type, and no larger than :func:`largest`.
+
+    A Python number may be out of that type's range, as long as the result is not.
+
+    >>> round(float(in_unit(3e60, jnp.asarray(2.0**100))), 4)
+    1.8669
+    """
+    mantissa, exponent = jnp.frexp(square) if isinstance(square, jax.Array) else math.frexp(square)
+    power = exponent - 2 * (jnp.frexp(unit)[1] - 1)
+    limit = 3 * jnp.finfo(unit.dtype).maxexp // 4
+    return jnp.ldexp(jnp.asarray(mantissa, unit.dtype), jnp.minimum(power, limit))
 
 
 class Geometry:
