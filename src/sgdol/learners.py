@@ -23,7 +23,9 @@ keyword ``last`` of ``observe`` (0 at the first step).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from sgdol._numbers import clip, maximum, ratio, where
@@ -31,6 +33,7 @@ from sgdol._numbers import clip, maximum, ratio, where
 __all__ = [
     "FTRL",
     "LARGEST_MULTIPLIER",
+    "PAPER",
     "Learner",
     "MeasuredCurvature",
     "OnlineGradientDescent",
@@ -86,7 +89,7 @@ class Descent(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The state of the learner that measures curvature: its sums, and the last loss until hindsight completes it."""
+    """The state of the learner that measures curvature: sums, and the last loss until hindsight completes it."""
 
     u_sum: Array
     h_sum: Array
@@ -146,6 +149,10 @@ class FTRL:
     def _leader(self, u_sum: Array, n_sum: Array, alpha: Array) -> Array:
         weight = self.strength * alpha
         return _clip(ratio(weight * self.center + u_sum, weight + n_sum, otherwise=self.center))
+
+
+PAPER: Mapping[str, Any] = MappingProxyType({"alpha": 10.0, "estimator": "paper", "momentum": 0.0, "learner": FTRL()})
+"""The paper's own settings, as options of either front end: ``SGDOL(params, smoothness=M, **sgdol.PAPER)``."""
 
 
 @dataclass(frozen=True)
@@ -223,11 +230,11 @@ class MeasuredCurvature:
     :math:`v_t = \langle \bar g_{t+1}, d_t\rangle`, a fresh gradient and so unbiased,
 
     .. math:: h_t = \frac{u_t - v_t}{s_t}, \qquad s_t = \mathrm{clip}\!\left(
-        \frac{\alpha + \sum_{j<t} u_j}{\alpha + q \max(\sum_{j<t-1} h_j, 0)}, 0, c\right).
+        \frac{\alpha + \sum_{j<t-1} u_j}{\alpha + q \max(\sum_{j<t-1} h_j, 0)}, 0, c\right).
 
     On a quadratic :math:`h_t = \mathrm{lr}\, d_t^\top H d_t` and with q = 1 this is FTRL on the expected decrease
-    itself; in general past curvature bounds nothing ahead and there is no theorem. The sum of h stops one step earlier
-    than that of u: :math:`h_{t-1}` is made of the gradients of step t, which s_t must not see.
+    itself; in general past curvature bounds nothing ahead and there is no theorem. A loss counts once hindsight has
+    completed it: :math:`h_{t-1}` is made of the gradients of step t, which s_t must not see.
 
     Args:
         charge: q > 0: what curvature costs. In the equilibrium of a noisy quadratic s falls as
@@ -236,7 +243,7 @@ class MeasuredCurvature:
 
     >>> learner = MeasuredCurvature(charge=1.0)
     >>> state = learner.observe(learner.initial(0.0), 1.0, u=2.0, n=4.0, alpha=2.0)
-    >>> state = learner.observe(state, 1.0, u=0.0, n=4.0, alpha=2.0, last=-4.0)  # the first step went too far: h = 6
+    >>> state = learner.observe(state, 1.0, u=9.0, n=9.0, alpha=2.0, last=-4.0)  # the first step went too far: h = 6
     >>> learner.predict(state, alpha=2.0)  # (2 + 2) / (2 + 6)
     0.5
     """
@@ -264,7 +271,7 @@ class MeasuredCurvature:
     def observe(
         self, state: Measured, multiplier: Array, u: Array, n: Array, alpha: Array, last: Array = 0.0
     ) -> Measured:
-        """Complete the last loss by hindsight, and add u to its sum."""
-        played = state.multiplier_last > 0
-        h = where(played, (state.u_last - last) / where(played, state.multiplier_last, 1.0), 0.0)
-        return Measured(state.u_sum + u, state.h_sum + h, u, multiplier)
+        """Complete the last loss by hindsight, and keep this one until its turn."""
+        moved = state.multiplier_last > 0
+        h = where(moved, (state.u_last - last) / where(moved, state.multiplier_last, 1.0), 0.0)
+        return Measured(state.u_sum + state.u_last, state.h_sum + h, u, multiplier)

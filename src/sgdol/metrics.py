@@ -140,6 +140,11 @@ class RMS:
         if not 0 <= self.overall < float("inf"):
             raise ValueError(f"overall must be finite and at least 0, got {self.overall!r}")
 
+    @property
+    def floor(self) -> float:
+        """The least that D can be: see :func:`sgdol.theory.in_metric`."""
+        return (self.overall / (1 + self.overall)) ** 0.5
+
     def initial(self, zero: Array) -> Roots:
         """No gradient yet."""
         return Roots(zero, 0.0)
