@@ -114,10 +114,7 @@ def sgdol_free(
                     M = change * norm / length
                     break
                 (short if change < 1 / 32 else long).append((length, change))
-                if short:
-                    M = norm / 32 / max(short)[0]
-                else:
-                    M = (change if fine else 1.0) * norm / length
+                M = norm / 32 / max(short)[0] if short else (change if fine else 1.0) * norm / length
                 if short and long:
                     length = sqrt(max(short)[0] * min(long)[0])
                 elif not fine:

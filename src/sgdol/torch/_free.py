@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sgdol import free, metrics
+from sgdol import free, metrics, summary
+from sgdol.averaging import weight as weight_in_average
 from sgdol.free import Settings, State
 from sgdol.metrics import RMS, Euclidean
 from sgdol.torch._passes import BackwardPasses, real_view, scalar_dtype, wide_dtype
@@ -62,10 +63,6 @@ class _Here(NamedTuple):
     def length(self, s: Vector) -> float:
         """||s|| of a difference of points: in D."""
         return norm(s if self.inverse is None else [a * b.rsqrt() for a, b in zip(s, self.inverse, strict=True)])
-
-    def steepness(self, g: Vector) -> float:
-        """||g|| of a gradient: in D^-1."""
-        return math.sqrt(max(numbers(dot(g, self.sharp(g)))[0], 0.0))
 
 
 class _Group(dict[str, Any]):
@@ -255,20 +252,21 @@ class SGDOLFree(Optimizer):
         """What the optimizer has learned, as plain numbers.
 
         * ``step_size``: eta of the last step, one per parameter group; ``smoothness``: M as measured so far.
-        * ``signal_to_noise``: sum of u over sum of n - u, over about the last hundred steps.
+        * ``signal_to_noise``: sum of u over sum of n - u, over about the last hundred steps; at least 0.
         * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have
-          as much signal as noise.
+          as much signal as noise; infinite if no signal was seen.
         * ``updates``, ``skipped`` (batches that are not finite), ``gradients`` (k of the last step).
         * ``evaluations``: calls of the closure; ``rejections``: steps taken back after a look-back; ``rollbacks``:
           returns to the average after a jump of the loss.
         """
         state = self._rule()
         k = self.param_groups[0].get("gradients", 0)
+        length = state.recent_signal + state.recent_noise
         return {
             "step_size": [g["step_size"] for g in self.param_groups],
-            "smoothness": state.smoothness / abs(self._factor()),
-            "signal_to_noise": _quotient(state.recent_signal, state.recent_noise),
-            "noise_scale": _quotient(k * state.recent_noise, state.recent_signal),
+            "smoothness": state.smoothness,
+            "signal_to_noise": summary.signal_to_noise(state.recent_signal, length),
+            "noise_scale": summary.noise_scale(state.recent_signal, length, k),
             "updates": state.updates,
             "skipped": state.skipped,
             "gradients": k,
@@ -368,10 +366,10 @@ class SGDOLFree(Optimizer):
         direction = here.sharp(now.g)
         bracket = free.first_probe(now.norm, here.length(here.x), now.loss, self._settings)
         while not bracket.told and bracket.count < self._settings.probes:
-            share = -bracket.length / now.norm
+            share = -bracket.length / now.norm / self._unit()
             here.space.put([torch.add(x, d, alpha=share) for x, d in zip(here.x, direction, strict=True)])
             probed = self._evaluate(here, closure)
-            change = here.steepness(_difference(probed.g, now.g)) / now.norm if probed.finite else math.inf
+            change = self._norm(here, _difference(probed.g, now.g)) / now.norm if probed.finite else math.inf
             bracket = free.next_probe(bracket, change, self._settings)
         self._go_to(here, now)
         state = state._replace(evaluations=state.evaluations + 1 + bracket.count)
@@ -402,12 +400,12 @@ class SGDOLFree(Optimizer):
         if found.finite:
             s, y = _difference(here.x, before.x), _difference(now.g, found.g)
             length = here.length(s)
-            unit = [a / length for a in s] if length > 0 else s
-            y_along, q_along, yy = numbers(dot(y, unit), dot(found.g, unit), dot(y, here.sharp(y)))
-            if not now.finite:
-                y_along = math.nan
-            y_norm = math.sqrt(yy) if yy >= 0 else math.nan
-            state, rejected = free.look_back(state, y_along, y_norm, length, q_along, self._settings)
+            along = [a / length for a in s] if length > 0 else s
+            y_along, q_along, yy = numbers(dot(y, along), dot(found.g, along), dot(y, here.sharp(y)))
+            y_along = y_along / self._unit() if now.finite else math.nan
+            state, rejected = free.look_back(
+                state, y_along, _root(yy) / self._unit(), length, q_along / self._unit(), self._settings
+            )
         if rejected:
             return state, before, found
         self._go_to(here, now)
@@ -416,29 +414,28 @@ class SGDOLFree(Optimizer):
     def _move(self, state: State, here: _Here, now: _Evaluation) -> tuple[State, _Here]:
         """Move along the momentum direction, and learn from the gradients. Nothing here calls the closure."""
         options = self.param_groups[0]
-        beta, power = options["momentum"], options["averaging"]
+        beta, unit = options["momentum"], self._unit()
         m = self._vector("momentum")
-        for a, g in zip(m, now.g, strict=True):
-            torch.mul(g, 1 - beta, out=a) if state.momentum_weight == 0 else a.lerp_(g, 1 - beta)
+        for old, g in zip(m, now.g, strict=True):
+            torch.mul(g, 1 - beta, out=old) if state.momentum_weight == 0 else old.lerp_(g, 1 - beta)
         weight = beta * state.momentum_weight + (1 - beta)
         state = free.track(state, now.loss, self._settings)._replace(momentum_weight=weight)
         d = here.sharp(m)
-        direction_norm = math.sqrt(numbers(dot(m, d))[0]) / weight
+        direction_norm = _root(numbers(dot(m, d))[0]) / weight / unit
         decays = {p: group["weight_decay"] for group in self.param_groups for p in group["params"]}
-        decay = max(decays.values()) * abs(self._factor())
+        decay = max(decays.values())
         state = free.choose_step(state, direction_norm, decay, self._settings)
         state = free.observe(state, now.norm, now.squares, now.k, self._settings)
         # The average is over the points that steps start from: of none that is taken back afterwards.
-        share = min(1.0, (power + 1) / (state.updates + power))
-        for average, previous, x in zip(self._vector("average"), self._vector("previous"), here.x, strict=True):
-            average.lerp_(x, share)
-            previous.copy_(x)
+        share = weight_in_average(state.updates, options["averaging"])
         x = here.x
+        for average, previous, a in zip(self._vector("average"), self._vector("previous"), x, strict=True):
+            average.lerp_(a, share)
+            previous.copy_(a)
         if decay:
             x = [a.clone() for a in x]
-            eta = state.step_size * abs(self._factor())
-            here.space.scale(x, {p: 1 - eta * decays[p] for p in here.space.params})
-        x = [torch.add(a, b, alpha=-state.step_size / weight) for a, b in zip(x, d, strict=True)]
+            here.space.scale(x, {p: 1 - state.step_size * decays[p] for p in here.space.params})
+        x = [torch.add(a, b, alpha=-state.step_size / weight / unit) for a, b in zip(x, d, strict=True)]
         here.space.put(x)
         metric = self._metric()
         if isinstance(metric, RMS):
@@ -468,7 +465,7 @@ class SGDOLFree(Optimizer):
 
     def _measure(self, here: _Here, result: Any) -> _Evaluation:
         factor = self._factor()
-        loss = _loss(result) * factor
+        loss = _loss(result) * math.copysign(1.0, factor)
         params = here.space.params
         _refuse_sparse(params)
         device, ranks = params[0].device, self._data_parallel()
@@ -488,8 +485,8 @@ class SGDOLFree(Optimizer):
         else:
             own = dict(zip(params, found.squares, strict=True))
             q = dot(here.space.collect(own.__getitem__), here.inverse) * factor**2
-        n, q, loss = self._over_ranks(n, q, loss, ranks, found.k)
-        return _Evaluation(loss, g, math.sqrt(n) if n >= 0 else math.nan, math.sqrt(q) if q >= 0 else math.nan, k)
+        nn, qq, loss = self._over_ranks(n, q, loss, ranks, found.k)
+        return _Evaluation(loss, g, _root(nn) / self._unit(), _root(qq) / self._unit(), k)
 
     @staticmethod
     def _over_ranks(n: Tensor, q: Tensor, loss: float, ranks: Ranks, passes: int) -> tuple[float, float, float]:
@@ -510,13 +507,20 @@ class SGDOLFree(Optimizer):
         for group in self.param_groups:
             group["rule"] = rule
             group["gradients"] = k
-            group["step_size"] = state.step_size * abs(self._factor()) or group["step_size"]
+            group["step_size"] = state.step_size or group["step_size"]
+
+    def _unit(self) -> float:
+        """What vectors of gradients are multiplied by: 1, or a power of two if their squares would leave the range."""
+        unit: float = self.param_groups[0].get("unit", 1.0)
+        return unit
 
     def _factor(self) -> float:
-        """What gradients and losses are multiplied by: -1 to ascend, and a power of two if they are out of range."""
-        group = self.param_groups[0]
-        unit: float = group.get("unit", 1.0)
-        return -unit if group["maximize"] else unit
+        """The same, negative to ascend."""
+        return -self._unit() if self.param_groups[0]["maximize"] else self._unit()
+
+    def _norm(self, here: _Here, g: Vector) -> float:
+        """||g|| of a vector of gradients: in D^-1."""
+        return _root(numbers(dot(g, here.sharp(g)))[0]) / self._unit()
 
     def _choose_unit(self, space: Space) -> None:
         top = largest(space.gradients(1.0))
@@ -569,7 +573,7 @@ class SGDOLFree(Optimizer):
     # Misuse -----------------------------------------------------------------------------------------------------------
 
     def _refuse_another_batch(self, here: _Here, now: _Evaluation, again: _Evaluation) -> None:
-        share = here.steepness(_difference(now.g, again.g)) / now.norm
+        share = self._norm(here, _difference(now.g, again.g)) / now.norm
         allowed = max(_tolerance(p) for p in here.space.params)
         if not share <= allowed:
             raise RuntimeError(
@@ -640,12 +644,11 @@ def _of_this_version(state_dict: dict[str, Any]) -> dict[str, Any]:
         group["metric"] = "euclidean"
         if "rule" not in group:
             continue
-        group["rule"] = rule = _rule_of_version_0_1(group["rule"])
+        group["rule"] = _rule_of_version_0_1(group["rule"])
         if group["maximize"]:
             for index in group["params"]:
                 if "momentum" in state.get(index, {}):
                     state[index]["momentum"] = -state[index]["momentum"]
-        group["rule"] = rule
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -653,9 +656,8 @@ def _rule_of_version_0_1(old: dict[str, Any]) -> dict[str, Any]:
     """What was learned, in the units that are used now. The last step is forgotten: its start was not saved."""
     alpha, weight = old["alpha"] or 1.0, old["curvature_weight"] or 1.0
     count = math.sqrt(old["updates"] + 1.0)
-    return State(
-        **{name: old[name] for name in State._fields if name in old and name not in ("stiffness", "curvature")},
-    )._replace(
+    kept = State(**{name: old[name] for name in State._fields if name in old})
+    learned = kept._replace(
         first_norm=math.sqrt(old["alpha"]),
         signal=old["signal"] / alpha,
         noise=old["noise"] / alpha,
@@ -666,7 +668,8 @@ def _rule_of_version_0_1(old: dict[str, Any]) -> dict[str, Any]:
         stiffness=math.sqrt(old["norm_squares"] / weight),
         curvature_weight=weight * count,
         step_size=0.0,
-    )._asdict()
+    )
+    return learned._asdict()
 
 
 def _refuse_other_shapes(saved: list[Any], state: dict[Any, dict[str, Tensor]], params: list[Tensor]) -> None:
@@ -682,6 +685,10 @@ def _refuse_other_shapes(saved: list[Any], state: dict[Any, dict[str, Tensor]], 
 def _geometric_sum(ratio: float, count: int) -> float:
     """1 + ratio + ... + ratio^(count - 1)."""
     return float(count) if ratio == 1 else (1 - ratio**count) / (1 - ratio)
+
+
+def _root(square: float) -> float:
+    return math.sqrt(square) if square >= 0 else math.nan
 
 
 def _difference(a: Vector, b: Vector) -> Vector:
@@ -715,12 +722,6 @@ def _refuse_sparse(params: list[Tensor]) -> None:
             )
 
 
-def _quotient(numerator: float, denominator: float) -> float:
-    if denominator == 0:
-        return math.nan if numerator == 0 else math.copysign(math.inf, numerator)
-    return numerator / denominator
-
-
 def _check(name: str, value: Any, allowed: Callable[[Any], Any], sentence: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, {sentence}, got {value!r}")
@@ -733,7 +734,9 @@ def _check_options(options: dict[str, Any]) -> None:
     _check("averaging", options["averaging"], lambda v: v >= 0, "at least 0 and finite")
     _check("weight_decay", options["weight_decay"], lambda v: v >= 0, "at least 0 and finite")
     if not isinstance(metrics.get(options["metric"]), RMS | Euclidean):
-        raise TypeError(f"SGDOLFree's metric must be Euclidean, RMS or AdaGrad of sgdol.metrics, got {options['metric']!r}")
+        raise TypeError(
+            f"SGDOLFree's metric must be Euclidean, RMS or AdaGrad of sgdol.metrics, got {options['metric']!r}"
+        )
     if not isinstance(options["maximize"], bool):
         raise TypeError(f"maximize must be True or False, got {options['maximize']!r}")
     if options["foreach"] not in (None, True, False):
