@@ -16,10 +16,11 @@ from sgdol import free, metrics, summary
 from sgdol.averaging import weight as weight_in_average
 from sgdol.free import Settings, State
 from sgdol.metrics import RMS, Euclidean
-from sgdol.torch._passes import BackwardPasses, real_view, scalar_dtype, wide_dtype
-from sgdol.torch._ranks import Ranks
+from sgdol.torch._contributions import Contributions
 from sgdol.torch._rerun import Rerun
-from sgdol.torch._vectors import Space, Vector, dot, largest, norm, numbers
+from sgdol.torch._tensors import real_view
+from sgdol.torch._vectors import Space, Vector, dot, norm, numbers, total
+from sgdol.torch._world import Finder, World
 
 __all__ = ["SGDOLFree"]
 
@@ -162,8 +163,8 @@ class SGDOLFree(Optimizer):
 
     def _prepare(self) -> None:
         """What is not saved: it is found again."""
-        self._passes: BackwardPasses | None = None
-        self._ranks: Ranks | None = None
+        self._finder: Finder | None = None
+        self._contributions: Contributions | None = None
         self._rerun = Rerun()
         self._space: Space | None = None
         self._vectors: dict[str, Vector] = {}
@@ -190,7 +191,7 @@ class SGDOLFree(Optimizer):
                 "calls backward() on each and returns the loss. Got closure=None"
             )
         state = self._rule()
-        self._clear()
+        self._begin_call(None if state.updates == 0 else self._unit())
         with self._rerun.first({p.device for p in self._all()}), torch.enable_grad():
             result = closure()
         here: _Here | None = None
@@ -288,12 +289,6 @@ class SGDOLFree(Optimizer):
                 group.pop(name, None)
             group["step_size"] = 0.0
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters, and forget the backward passes that made them."""
-        super().zero_grad(set_to_none)
-        if self._passes is not None:
-            self._passes.reset()
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; it may bring its own weight_decay."""
         if isinstance(param_group, dict):
@@ -318,8 +313,7 @@ class SGDOLFree(Optimizer):
             if name in first:
                 group[name] = first[name]
         group.setdefault("step_size", first.get("step_size", 0.0))
-        self._ranks = None
-        self._watched()
+        self._finder = self._contributions = None
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
@@ -338,7 +332,8 @@ class SGDOLFree(Optimizer):
         self._refuse_moved(here)
         metric = self._metric()
         if state.updates == 0:
-            self._choose_unit(space)
+            for group in self.param_groups:
+                group["unit"] = abs(self._watched().factor)
             if isinstance(metric, RMS):
                 inverse = space.inverse_diagonal(metric, None, 0.0, space.gradients(self._factor()))
                 here = here._replace(inverse=inverse)
@@ -447,7 +442,7 @@ class SGDOLFree(Optimizer):
 
     def _evaluate(self, here: _Here, closure: Callable[[], Any]) -> _Evaluation:
         """Evaluate the same batch where the parameters are now, in the metric of this step."""
-        self._clear()
+        self._begin_call(self._unit())
         with self._rerun.again(), torch.enable_grad():
             result = closure()
         return self._measure(here, result)
@@ -457,45 +452,32 @@ class SGDOLFree(Optimizer):
         here.space.put(here.x)
         here.space.put_gradients(now.g, self._factor())
 
-    def _clear(self) -> None:
-        """Gradients of another point must neither be added to nor, being kept, be written to."""
-        for p in self._all():
-            p.grad = None
-        self._watched().reset()
+    def _begin_call(self, unit: float | None) -> None:
+        self._watched().begin(math.copysign(1.0, self._factor()), unit)
 
     def _measure(self, here: _Here, result: Any) -> _Evaluation:
-        factor = self._factor()
-        loss = _loss(result) * math.copysign(1.0, factor)
-        params = here.space.params
-        _refuse_sparse(params)
-        device, ranks = params[0].device, self._data_parallel()
-        found = self._watched().contributions(params, device, scalar_dtype(device))
-        self._watched().reset()
-        k = found.k * ranks.count
+        loss = _loss(result) * math.copysign(1.0, self._factor())
+        _refuse_sparse(here.space.params)
+        found, world = self._watched().found(here.space), self._world()
+        k = found.passes * world.ranks
         if k < 2:
             raise RuntimeError(
-                f"SGDOLFree needs at least two independent gradients per step, the closure ran backward() {found.k} "
-                "time(s). Split the batch: for x, y in zip(inputs.chunk(2), targets.chunk(2)): "
+                f"SGDOLFree needs at least two independent gradients per step, the closure ran backward() "
+                f"{found.passes} time(s). Split the batch: for x, y in zip(inputs.chunk(2), targets.chunk(2)): "
                 "(loss_fn(model(x), y) / 2).backward()"
             )
-        g = here.space.gradients(factor)
+        assert found.squares is not None
+        g = found.g
         n = dot(g, here.sharp(g))
-        if here.inverse is None:
-            q = found.q.sum() * factor**2
-        else:
-            own = dict(zip(params, found.squares, strict=True))
-            q = dot(here.space.collect(own.__getitem__), here.inverse) * factor**2
-        nn, qq, loss = self._over_ranks(n, q, loss, ranks, found.k)
-        return _Evaluation(loss, g, _root(nn) / self._unit(), _root(qq) / self._unit(), k)
-
-    @staticmethod
-    def _over_ranks(n: Tensor, q: Tensor, loss: float, ranks: Ranks, passes: int) -> tuple[float, float, float]:
-        """N of the mean gradient, which every rank has; Q and the loss over all ranks, in one all-reduce."""
-        if ranks.count == 1:
-            return (*numbers(n, q), loss)  # type: ignore[return-value]
-        q = q.to(torch.float64)
-        total = ranks.sum_of_squares(torch.stack([q, q.new_tensor(loss * ranks.count)]), passes)
-        return tuple(numbers(n, *total.unbind()))  # type: ignore[return-value]
+        q = total(found.squares) if here.inverse is None else dot(found.squares, here.inverse)
+        unit = self._unit()
+        if world.ranks == 1:
+            nn, qq = numbers(n, q)
+        else:  # n is that of the mean gradient, which every rank has; Q and the loss in one all-reduce
+            own = torch.stack([q.double(), q.new_tensor(loss, dtype=torch.float64)]).unsqueeze(1)
+            _, own = world.share(here.space.params[:1], own[:0], own, found.passes)
+            nn, qq, loss = numbers(n, own[0, 0], own[1, 0] / world.ranks)
+        return _Evaluation(loss, g, _root(nn) / unit, _root(qq) / unit, k)
 
     # Numbers and vectors ----------------------------------------------------------------------------------------------
 
@@ -521,14 +503,6 @@ class SGDOLFree(Optimizer):
     def _norm(self, here: _Here, g: Vector) -> float:
         """||g|| of a vector of gradients: in D^-1."""
         return _root(numbers(dot(g, here.sharp(g)))[0]) / self._unit()
-
-    def _choose_unit(self, space: Space) -> None:
-        top = largest(space.gradients(1.0))
-        exponent = math.frexp(top)[1] if math.isfinite(top) else 0
-        narrow = any(wide_dtype(p.dtype) == torch.float32 for p in space.params)
-        unit = 1.0 if abs(exponent) <= (40 if narrow else 400) else 2.0**-exponent
-        for group in self.param_groups:
-            group["unit"] = unit
 
     def _metric(self) -> Any:
         return metrics.get(self.param_groups[0]["metric"])
@@ -558,17 +532,16 @@ class SGDOLFree(Optimizer):
             self._vectors[name] = start
         return self._vectors[name]
 
-    def _watched(self) -> BackwardPasses:
-        if self._passes is None:
-            self._passes = BackwardPasses(self._all(), "norms" if isinstance(self._metric(), Euclidean) else "squares")
-        else:
-            self._passes.watch(self._all())
-        return self._passes
+    def _watched(self) -> Contributions:
+        if self._contributions is None or self._finder is None:
+            self._finder = Finder(self._all(), True, self)
+            self._contributions = Contributions(self._all(), self._finder)
+        return self._contributions
 
-    def _data_parallel(self) -> Ranks:
-        if self._ranks is None:
-            self._ranks = Ranks(self._all(), self)
-        return self._ranks
+    def _world(self) -> World:
+        self._watched()
+        assert self._finder is not None
+        return self._finder.world
 
     # Misuse -----------------------------------------------------------------------------------------------------------
 
@@ -617,7 +590,6 @@ class SGDOLFree(Optimizer):
             for key, value in state_dict["state"].get(index, {}).items():
                 self.state[p][key] = value.detach().to(device=p.device, copy=True)
         self._prepare()
-        self._watched()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_settings": self._settings}
@@ -627,7 +599,6 @@ class SGDOLFree(Optimizer):
         self.param_groups = [_Group(group) for group in self.param_groups]
         if "defaults" in state:  # unpickled or copied: new parameters, which nobody watches yet
             self._prepare()
-            self._watched()
 
 
 def _of_this_version(state_dict: dict[str, Any]) -> dict[str, Any]:

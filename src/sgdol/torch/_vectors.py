@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from sgdol.metrics import RMS, Means
-from sgdol.torch._passes import real_gradient, real_view, wide_dtype
+from sgdol.torch._tensors import real_gradient, real_view, wide_dtype
 
-__all__ = ["Space", "Vector", "dot", "largest", "norm", "numbers"]
+__all__ = ["Space", "Vector", "dot", "largest", "norm", "numbers", "total"]
 
 Vector = list[Tensor]
 
@@ -26,6 +26,11 @@ TINY, HUGE = 1e-140, 1e140
 def dot(a: Vector, b: Vector) -> Tensor:
     """<a, b>, still on the device; :func:`numbers` reads several at once."""
     return _sum([torch.dot(x, y) for x, y in zip(a, b, strict=True)])
+
+
+def total(a: Vector) -> Tensor:
+    """The sum of the coordinates, still on the device."""
+    return _sum([x.sum() for x in a])
 
 
 def numbers(*scalars: Tensor) -> list[float]:
@@ -94,7 +99,7 @@ class _Kind:
             if grad is None:
                 pieces.append(torch.zeros(size, dtype=self.dtype, device=p.device))
             else:
-                pieces.append(real_gradient(grad) if grad.is_complex() else grad)
+                pieces.append(real_gradient(grad))
         return self.gather(pieces)
 
     def split(self, flat: Tensor) -> list[Tensor]:
@@ -115,6 +120,8 @@ class Space:
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for p in params:
             kinds.setdefault((p.device, wide_dtype(p.dtype)), []).append(p)
+        self.given = params
+        """As they were given."""
         self._kinds = [_Kind(some) for some in kinds.values()]
         self.params = [p for kind in self._kinds for p in kind.params]
         """All of them, in the order in which they lie in a vector."""
@@ -150,6 +157,17 @@ class Space:
         """A vector from a tensor for each parameter."""
         return [kind.gather([piece(p) for p in kind.params]) for kind in self._kinds]
 
+    def taken_from(self, other: Space, v: Vector) -> Vector:
+        """A vector of another space over this one's parameters: 0 where that had none."""
+        if other is self:
+            return v
+        known = dict(other.pieces(v))
+        result = self.zeros()
+        for p, piece in self.pieces(result):
+            if p in known:
+                piece.copy_(known[p])
+        return result
+
     def zeros(self) -> Vector:
         """The origin."""
         return [torch.zeros(sum(k.sizes), dtype=k.dtype, device=k.params[0].device) for k in self._kinds]
@@ -173,6 +191,13 @@ class Space:
             return
         for kind, flat in zip(self._kinds, v, strict=True):
             torch._foreach_mul_(kind.split(flat), [factors[p] for p in kind.params])
+
+    def rescale(self, squares: Vector, before: Vector, now: Vector) -> None:
+        """Squares of contributions to gradients that have been rescaled since, or written by hand: those are one."""
+        for kind, q, old, new in zip(self._kinds, squares, before, now, strict=True):
+            norms = zip(torch._foreach_norm(kind.split(old)), torch._foreach_norm(kind.split(new)), strict=True)
+            for piece, g, (a, b) in zip(kind.split(q), kind.split(new), norms, strict=True):
+                torch.mul(g, g, out=piece) if a == 0 else piece.mul_((b / a) ** 2)
 
     def inverse_diagonal(self, metric: RMS, squares: Vector | None, weight: float, g: Vector) -> Vector:
         """1/D, from the weighted sums of the past squares and of the weights; without a past, from this gradient.
