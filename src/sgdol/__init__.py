@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sgdol.learners import PAPER as PAPER
     from sgdol.plotting import plot as plot
     from sgdol.torch import SGDOL as SGDOL
     from sgdol.torch import SGDOLFree as SGDOLFree
@@ -31,12 +32,14 @@ _MODULES = {
 }
 """Modules, and the extra that each of them needs."""
 
-__all__ = ["SGDOL", "SGDOLFree", "__version__", "plot"]
+__all__ = ["PAPER", "SGDOL", "SGDOLFree", "__version__", "plot"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("SGDOL", "SGDOLFree"):
         return getattr(importlib.import_module("sgdol.torch"), name)
+    if name == "PAPER":
+        return importlib.import_module("sgdol.learners").PAPER
     if name == "plot":
         return importlib.import_module("sgdol.plotting").plot
     if name in _MODULES:

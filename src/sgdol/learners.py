@@ -23,7 +23,9 @@ keyword ``last`` of ``observe`` (0 at the first step).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from sgdol._numbers import clip, maximum, ratio, where
@@ -31,6 +33,7 @@ from sgdol._numbers import clip, maximum, ratio, where
 __all__ = [
     "FTRL",
     "LARGEST_MULTIPLIER",
+    "PAPER",
     "Learner",
     "MeasuredCurvature",
     "OnlineGradientDescent",
@@ -146,6 +149,10 @@ class FTRL:
     def _leader(self, u_sum: Array, n_sum: Array, alpha: Array) -> Array:
         weight = self.strength * alpha
         return _clip(ratio(weight * self.center + u_sum, weight + n_sum, otherwise=self.center))
+
+
+PAPER: Mapping[str, Any] = MappingProxyType({"alpha": 10.0, "estimator": "paper", "momentum": 0.0, "learner": FTRL()})
+"""The paper's own settings, as options of either front end: ``SGDOL(params, smoothness=M, **sgdol.PAPER)``."""
 
 
 @dataclass(frozen=True)

@@ -1,172 +1,285 @@
 """Blocks of coordinates that share a step size, and where their state is kept.
 
 The four granularities are the same surrogate on blocks: ``"global"`` has one block, ``"group"`` one per parameter
-group, ``"tensor"`` one per parameter and ``"coordinate"`` one per scalar. State that belongs to a group (or to all of
-them) stands in the group's dictionary, state that belongs to a parameter in ``optimizer.state[parameter]``:
-``state_dict()`` saves both.
+group, ``"tensor"`` one per parameter and ``"coordinate"`` one per scalar. Parameter groups may differ in it. State that
+belongs to a group (or to several) stands in the group's dictionary, state that belongs to a parameter in
+``optimizer.state[parameter]``: ``state_dict()`` saves both. A new granularity is one class here.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from sgdol.learners import Learner
-from sgdol.torch._shards import Shards, like_parameter, local
+from sgdol.torch._tensors import size, stacked
+from sgdol.torch._world import like_parameter, local
 
-__all__ = ["GRANULARITIES", "Blocks", "Granularity", "share"]
+__all__ = ["GRANULARITIES", "Block", "Blocks", "Granularity", "Partition", "learners_of", "share"]
 
 Granularity = Literal["global", "group", "tensor", "coordinate"]
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 
+LARGEST = 2.0**-40
+"""Alpha is at most so much of the largest number there is, so that sums with it stay finite."""
+
+
+class Partition(Protocol):
+    """Which parameters share a step size, and who keeps what is learned for them."""
+
+    def label(self, group: dict[str, Any], place: int, param: Tensor) -> Hashable:
+        """Parameters of the same label are in one block; ``place`` is that of the group."""
+        ...
+
+    def owner(self, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        """Where the block of a parameter keeps its state; ``state`` is the parameter's own."""
+        ...
+
+    def size(self, members: list[dict[str, Any]], param: Tensor) -> int:
+        """How many scalars a block has, also those that take no part; ``members`` are the groups of its label."""
+        ...
+
+
+class _Global:
+    def label(self, group: dict[str, Any], place: int, param: Tensor) -> Hashable:
+        return ("global", group["learner"], group["alpha"], group["kappa"])
+
+    def owner(self, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        return group
+
+    def size(self, members: list[dict[str, Any]], param: Tensor) -> int:
+        return sum(size(p) for group in members for p in group["params"])
+
+
+class _Group(_Global):
+    def label(self, group: dict[str, Any], place: int, param: Tensor) -> Hashable:
+        return ("group", place)
+
+
+class _Tensor:
+    def label(self, group: dict[str, Any], place: int, param: Tensor) -> Hashable:
+        return ("tensor", id(param))
+
+    def owner(self, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        return state
+
+    def size(self, members: list[dict[str, Any]], param: Tensor) -> int:
+        return size(param)
+
+
+class _Coordinate(_Tensor):
+    """Every scalar is a block: what is summed over blocks here is summed over the tensor, for the records."""
+
+    def label(self, group: dict[str, Any], place: int, param: Tensor) -> Hashable:
+        return ("coordinate", id(param))
+
+    def size(self, members: list[dict[str, Any]], param: Tensor) -> int:
+        return 1
+
+
+PARTITIONS: dict[str, Partition] = {
+    "global": _Global(),
+    "group": _Group(),
+    "tensor": _Tensor(),
+    "coordinate": _Coordinate(),
+}
+
+
+class Block(NamedTuple):
+    """Parameters that share a step size (or, of a tensor whose coordinates are blocks, the tensor)."""
+
+    owner: dict[str, Any]
+    group: dict[str, Any]
+    """The first of its groups: they have the learner and alpha in common."""
+    size: int
+    rows: list[int]
+    """Which of the parameters that take part are in it."""
+
 
 class Blocks:
-    """The blocks that take part in one update.
+    """The blocks of the parameters that take part in updates; made anew only when these change.
 
     Args:
-        granularity: which coordinates share a step size.
         groups: the optimizer's parameter groups.
         state: the optimizer's state.
         params: the parameters that take part, in the order of the groups.
-        shards: the ranks over which they are spread, None if they are not.
+        group_of: the place of each parameter's group.
     """
 
     def __init__(
-        self,
-        granularity: Granularity,
-        groups: list[dict[str, Any]],
-        state: dict[Any, Any],
-        params: list[Tensor],
-        shards: Shards | None = None,
+        self, groups: list[dict[str, Any]], state: dict[Any, Any], params: list[Tensor], group_of: list[int]
     ) -> None:
-        self.granularity = granularity
         self.params = params
-        self.shards = shards
-        self._groups = groups
-        self._state = state
-        taking_part = set(params)
-        self.per_group = [len(params)] if len(groups) == 1 else [_count(g["params"], taking_part) for g in groups]
-        self.group_of = [i for i, size in enumerate(self.per_group) for _ in range(size)]
-        self.momenta = [float(group["momentum"]) for group in groups]
+        self.group_of = group_of
+        self.groups = groups
+        self.per_group = [group_of.count(i) for i in range(len(groups))] if len(groups) > 1 else [len(params)]
+        found: dict[Hashable, Block] = {}
+        labels = _labels(groups)
+        for row, (p, place) in enumerate(zip(params, group_of, strict=True)):
+            group = groups[place]
+            partition = PARTITIONS[group["granularity"]]
+            label = partition.label(group, place, p)
+            if label not in found:
+                members = labels.get(label, [group])
+                owner = partition.owner(members[0], state[p] if isinstance(partition, _Tensor) else {})
+                found[label] = Block(owner, members[0], partition.size(members, p), [])
+            found[label].rows.append(row)
+        blocks = list(found.values())
+        self._owners = {b.rows[0]: b.owner for b in blocks}
+        self.tensors = [b for b in blocks if b.group["granularity"] != "coordinate"]
+        """The blocks that have one number each."""
+        self.coordinates = [b.rows[0] for b in blocks if b.group["granularity"] == "coordinate"]
+        """The parameters whose coordinates are blocks."""
+        self.whole = len(labels) == 1 and all(group["granularity"] == "global" for group in groups)
+        """Whether there is one block only, whatever takes part."""
+        self._index: Tensor | None = None
+        self._made_of = _options(groups)
 
-    def cells(self, values: Tensor) -> Tensor:
-        """One value per parameter, summed over the largest parts of each block in which momentum is the same."""
-        if self.granularity == "global":
-            return values.sum(dim=0, keepdim=True) if len(set(self.momenta)) == 1 else self.by_group(values)
-        return self.by_group(values) if self.granularity == "group" else values
+    def current(self) -> bool:
+        """Whether the groups still say what they said."""
+        return self._made_of == _options(self.groups)
 
-    def total(self, values: Tensor) -> Tensor:
-        """One value per parameter, summed over each block (over each tensor, where blocks are coordinates)."""
-        return self.merge(self.cells(values))
+    @property
+    def identity(self) -> bool:
+        """Whether every block is one parameter, in order."""
+        return len(self.tensors) == len(self.params)
 
-    def merge(self, cells: Tensor) -> Tensor:
-        """One value per cell, summed over each block."""
-        return cells.sum(dim=0, keepdim=True) if self.granularity == "global" else cells
+    def owner(self, row: int) -> dict[str, Any]:
+        """Where the state of a parameter is whose coordinates are blocks."""
+        return self._owners[row]
 
-    def cell_values(self, by_group: list[Tensor]) -> Tensor:
-        """One value per group, for each cell: those of its group."""
-        if self.granularity == "global" and len(set(self.momenta)) == 1:
-            return by_group[0].reshape(1)
-        values = torch.stack(by_group)
-        return values if self.granularity in ("global", "group") else values[self.group_of]
-
-    def by_group(self, values: Tensor) -> Tensor:
-        """One value per parameter, summed over each group."""
-        if len(self._groups) == 1:
+    def sum(self, values: Tensor) -> Tensor:
+        """One value per parameter, summed over each block that has one number."""
+        if len(self.tensors) == 1 and not self.coordinates:
             return values.sum(dim=0, keepdim=True)
-        return torch.stack([part.sum() for part in values.split(self.per_group)])
+        if self.identity:
+            return values
+        if not self.tensors:
+            return values[:0]
+        self._place(values)
+        chosen = values if not self.coordinates else values[self._rows]
+        return values.new_zeros(len(self.tensors)).index_add_(0, self._index, chosen)  # type: ignore[arg-type]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """One value per such block, for each of its parameters; 1 for parameters whose coordinates are blocks."""
+        if self.identity:
+            return values
+        if len(self.tensors) == 1 and not self.coordinates:
+            return values.expand(len(self.params))
+        if not self.tensors:
+            return values.new_ones(len(self.params))
+        self._place(values)
+        out = values.new_ones(len(self.params))
+        out[self._rows] = values[self._index]
+        return out
 
     def rates(self, like: Tensor) -> Tensor:
-        """The base rate lr of each group."""
-        rates = [group["lr"] for group in self._groups]
+        """The base rate lr of each parameter."""
+        rates = [group["lr"] for group in self.groups]
         if any(isinstance(rate, Tensor) for rate in rates):
-            return torch.stack([torch.as_tensor(rate).to(like).reshape(()) for rate in rates])
-        return torch.tensor(rates, device=like.device, dtype=like.dtype)
+            values = torch.stack([torch.as_tensor(rate).to(like).reshape(()) for rate in rates])
+        else:
+            values = like.new_tensor(rates)
+        return values.expand(len(self.params)) if len(rates) == 1 else values[self.group_of]
 
-    def alpha(self, fixed: float | None, like: Tensor) -> Tensor:
-        """The regulariser's alpha of each block; 0 while it is not known yet."""
+    def alpha(self, block: Block, like: Tensor) -> Any:
+        """The regulariser's alpha of a block; 0 while it is not known yet."""
+        fixed = block.group["alpha"]
         if fixed is not None:
-            return like.new_full((len(self._owners),), float(fixed))
-        learned = self._groups[0].get("alpha_learned", like.new_zeros(())).to(like)
-        return learned * self._sizes(like)
+            return float(fixed)
+        learned = block.group.get("alpha_learned")
+        return 0.0 if learned is None else learned.to(like) * (1 if self.whole else block.size)
 
-    def learn_alpha(self, n_total: Tensor, kappa: float, ok: Tensor | None) -> None:
+    def learn_alpha(self, n: Tensor, ok: Tensor | None) -> None:
         """Take alpha from the first update that moves: kappa ||d_0||^2, each block its even share by size.
 
-        Kept per coordinate, so that a block which joins later gets the share that its size would have had; but the one
-        global block keeps the whole.
+        Kept per coordinate, so that a block which joins later gets the share that its size would have had; but one
+        block for everything keeps the whole.
         """
-        old = self._groups[0].get("alpha_learned", torch.zeros_like(n_total)).to(n_total)
-        first = kappa * n_total
-        new = torch.where(old > 0, old, first if self.granularity == "global" else first / self._size())
-        self._groups[0]["alpha_learned"] = new if ok is None else torch.where(ok, new, old)
+        for group in self.groups:
+            old = group.get("alpha_learned")
+            if group["alpha"] is not None or (ok is None and old is not None and old.tolist() > 0):
+                continue
+            old = torch.zeros_like(n) if old is None else old.to(n)
+            largest = torch.finfo(n.dtype).max * LARGEST
+            first = (n if self.whole else n / self._size()) * group["kappa"]
+            new = torch.where(old > 0, old, first.clamp(max=largest / (1 if self.whole else self._size())))
+            group["alpha_learned"] = new if ok is None else torch.where(ok, new, old)
 
-    def learner_state(self, learner: Learner, like: Tensor) -> Any:
-        """The learner's state as vectors over the blocks."""
+    def state(self, learner: Learner, owners: Sequence[dict[str, Any]], like: Tensor) -> Any:
+        """The learner's state as vectors over some blocks."""
         fresh = learner.initial(like.new_zeros(()))
-        return type(fresh)(
-            *(self._read(f"learner.{name}", value, like) for name, value in zip(fresh._fields, fresh, strict=True))
-        )
+        parts = []
+        for name, value in zip(fresh._fields, fresh, strict=True):
+            key = f"learner.{name}"
+            parts.append(stacked([owner.get(key, value).to(like) for owner in owners], like))
+        return type(fresh)(*parts)
 
-    def tensor_state(self, learner: Learner, names: tuple[str, ...], index: int, like: Tensor) -> list[Tensor]:
-        """The learner's state for one parameter, per coordinate: tensors that may be written to."""
-        owner = self._owners[index]
-        if f"learner.{names[0]}" not in owner:
-            for name, value in zip(names, learner.initial(like.new_zeros(())), strict=True):
-                piece = value.expand_as(like).clone(memory_format=torch.contiguous_format)
-                owner[f"learner.{name}"] = like_parameter(piece, self.params[index])
-        return [local(owner[f"learner.{name}"]) for name in names]
-
-    def write_learner_state(self, new: Any, old: Any, ok: Tensor | None) -> None:
-        """Store the learner's state."""
+    def write(self, owners: Sequence[dict[str, Any]], new: Any, old: Any, ok: Tensor | None) -> None:
+        """Store the learner's state, unless the update turns out not to be finite."""
         for name, value, before in zip(new._fields, new, old, strict=True):
-            self.write(f"learner.{name}", value, before, ok)
+            chosen = value if ok is None else torch.where(ok, value, before)
+            for owner, number in zip(owners, chosen.unbind(), strict=True):
+                owner[f"learner.{name}"] = number
 
-    def write(self, name: str, new: Tensor, old: Tensor, ok: Tensor | None) -> None:
-        """Store one number per block, unless the update turns out not to be finite."""
-        values = new if ok is None else torch.where(ok, new, old)
-        for owner, value in zip(self._owners, values.unbind(), strict=True):
-            owner[name] = value
-
-    @functools.cached_property
-    def _owners(self) -> list[dict[str, Any]]:
-        if self.granularity == "global":
-            return self._groups[:1]
-        return self._groups if self.granularity == "group" else [self._state[p] for p in self.params]
-
-    def _read(self, name: str, default: Tensor, like: Tensor) -> Tensor:
-        return torch.stack([owner.get(name, default).to(like) for owner in self._owners])
-
-    def _sizes(self, like: Tensor) -> Tensor:
-        """By how much each block's alpha exceeds what is kept."""
-        if self.granularity in ("global", "coordinate"):
-            return torch.ones_like(like)
-        if self.granularity == "tensor":
-            sizes = [_size(p) for p in self.params]
-        else:
-            sizes = [sum(map(_size, group["params"])) for group in self._groups]
-        return torch.tensor(sizes, device=like.device, dtype=like.dtype)
+    def _place(self, like: Tensor) -> None:
+        if self._index is None or self._index.device != like.device:
+            pairs = sorted((row, place) for place, block in enumerate(self.tensors) for row in block.rows)
+            self._rows = torch.tensor([row for row, _ in pairs], device=like.device)
+            self._index = torch.tensor([place for _, place in pairs], device=like.device)
 
     def _size(self) -> int:
-        return sum(_size(p) for group in self._groups for p in group["params"])
+        return sum(size(p) for group in self.groups for p in group["params"])
 
 
-def share(groups: list[dict[str, Any]], granularity: str) -> None:
-    """Copy what belongs to the whole optimizer from the first group to all, so that none can be saved without it."""
-    for key, value in groups[0].items():
-        if key in ("totals", "gradients", "pending", "alpha_learned") or (
-            granularity == "global" and key.startswith("learner.")
-        ):
-            for group in groups[1:]:
-                group[key] = value
+def tensor_state(learner: Learner, owner: dict[str, Any], param: Tensor, like: Tensor) -> Any:
+    """The learner's state of one parameter, per coordinate: tensors that may be written to."""
+    fresh = learner.initial(like.new_zeros(()))
+    for name, value in zip(fresh._fields, fresh, strict=True):
+        if f"learner.{name}" not in owner:
+            piece = value.expand_as(like).clone(memory_format=torch.contiguous_format)
+            owner[f"learner.{name}"] = like_parameter(piece, param)
+    return type(fresh)(*(local(owner[f"learner.{name}"]) for name in fresh._fields))
 
 
-def _count(params: list[Tensor], members: set[Tensor]) -> int:
-    return sum(p in members for p in params)
+def learners_of(blocks: Blocks, learner_of: Callable[[dict[str, Any]], Learner]) -> list[tuple[Learner, list[int]]]:
+    """The blocks that have one number, by their learner."""
+    found: dict[str, tuple[Learner, list[int]]] = {}
+    for i, block in enumerate(blocks.tensors):
+        found.setdefault(block.group["learner"], (learner_of(block.group), []))[1].append(i)
+    return list(found.values())
 
 
-def _size(p: Tensor) -> int:
-    return p.numel() * (2 if p.is_complex() else 1)
+def share(groups: list[dict[str, Any]]) -> None:
+    """Copy what belongs to several groups from the first of them to all, so that none can be saved without it."""
+    first = groups[0]
+    if len(groups) == 1:
+        return
+    for group in groups[1:]:
+        for key in ("totals", "gradients", "pending"):
+            if key in first:
+                group[key] = first[key]
+        if "alpha_learned" in first and "alpha_learned" not in group and group["alpha"] is None:
+            factor = group["kappa"] / first["kappa"]
+            group["alpha_learned"] = first["alpha_learned"] if factor == 1 else first["alpha_learned"] * factor
+    for members in _labels(groups).values():
+        learned = {key: value for key, value in members[0].items() if key.startswith("learner.")}
+        for group in members[1:]:
+            group.update(learned)
+
+
+def _labels(groups: list[dict[str, Any]]) -> dict[Hashable, list[dict[str, Any]]]:
+    """The groups that are in one block, whatever takes part."""
+    found: dict[Hashable, list[dict[str, Any]]] = {}
+    for place, group in enumerate(groups):
+        if group["granularity"] in ("global", "group"):
+            label = PARTITIONS[group["granularity"]].label(group, place, group["params"])
+            found.setdefault(label, []).append(group)
+    return found
+
+
+def _options(groups: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(g["granularity"], g["learner"], g["alpha"], g["kappa"], len(g["params"])) for g in groups]

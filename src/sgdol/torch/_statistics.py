@@ -1,216 +1,247 @@
-"""The independent gradients of one update, reduced to the direction and the numbers (u, n)."""
+"""From the gradients of a step to the direction d of its update and the numbers (u, n): momentum and metric.
+
+With momentum, :math:`m_t = \\beta m_{t-1} + (1 - \\beta) \\bar g_t` and w_t the sum of its weights,
+
+.. math:: d_t = \\frac{D_t^{-1} m_t}{w_t}, \\qquad
+    u_t = \\frac{\\beta \\langle m_{t-1}, D_t^{-1} \\bar g_t\\rangle + (1 - \\beta) u}{w_t}, \\qquad
+    n_t = \\frac{\\langle m_t, D_t^{-1} m_t\\rangle}{w_t^2}.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sgdol.surrogate import Estimator, MomentumStatistics, momentum_signal, symmetric_signal
-from sgdol.torch._blocks import Blocks
-from sgdol.torch._passes import Contributions, real_gradient, real_view, scalar_dtype, squared_norms, wide_dtype
-from sgdol.torch._ranks import Ranks, check_counts
-from sgdol.torch._shards import Shards, local_gradient
+from sgdol.surrogate import momentum_signal
+from sgdol.torch._geometry import Geometry
+from sgdol.torch._sources import Gradients, Signal
+from sgdol.torch._tensors import real_view, stacked, wide_dtype
+from sgdol.torch._world import World, like_parameter, local
 
-__all__ = ["Draw", "from_contributions", "from_pair", "from_shards", "inner", "with_momentum"]
+__all__ = ["Coordinate", "Direction", "Statistics", "momentum_of"]
 
 
-class Draw(NamedTuple):
-    """What an update is made of. The direction of parameter i is ``scales[i] * vectors[i]``."""
+class Coordinate(NamedTuple):
+    """N and u of each coordinate of one tensor, and what the last step turned out to be worth."""
 
-    vectors: list[Tensor]
-    """Real tensors, one per parameter; not to be written to."""
-    scales: list[Any]
-    """The same within a parameter group."""
-    n: Tensor
-    """||d||^2 of each parameter's direction."""
-    u: Tensor
-    """The signal <d, grad f>, summed over each cell of the blocks."""
-    squares: list[Tensor]
-    """Where blocks are coordinates: the sum of squares Q of each, which surrogate.symmetric_signal turns into its
-    signal; may be written to."""
-    signals: list[Tensor]
-    """Or, where the signal of each coordinate was measured itself: that."""
+    left: Tensor
+    right: Tensor
+    scale: Any
+    """n = scale^2 left right: a vector, and it or its direction."""
+    signal: Signal
+    last: Tensor | float
+    """<gbar_t, d_{t-1}> of each coordinate, 0 without a last direction."""
+
+
+class Direction(NamedTuple):
+    """What an update is made of. The direction of parameter i is ``scales[i] * D^-1 vectors[i]``."""
+
     k: int
-    """How many gradients there were."""
-    lengths: Sequence[Tensor] = ()
-    """Where blocks are coordinates: the n of each, if it is not the square of the direction's entry."""
-    momentum: Tensor | None = None
-    """Where parameters are spread over ranks: <m_{t-1}, g> and ||m_t||^2 of each, summed together with the rest."""
+    params: list[Tensor]
+    vectors: list[Tensor]
+    """Real tensors, this rank's pieces; not to be written to."""
+    scales: list[Any]
+    """The same within a parameter group: numbers, or tensors where the host must not wait."""
+    n: Tensor
+    """<d, D d> of each parameter, over all ranks."""
+    u: Tensor
+    """The signal <d, grad f> of each parameter, over all ranks."""
+    last: Tensor
+    """<gbar_t, d_{t-1}> of each parameter, over all ranks; 0 where nobody asks."""
+    coordinates: dict[int, Coordinate]
+    """The same per coordinate, by place, for which it was asked."""
 
 
-def from_contributions(blocks: Blocks, found: Contributions, ranks: Ranks) -> Draw:
-    """The symmetric estimator on gradients that have been accumulated into ``.grad``, here and on other ranks."""
-    k = max(found.k, 1) * ranks.count
-    vectors = [real_gradient(local_gradient(p)) for p in blocks.params]
-    scales = [1.0] * len(vectors)
-    if blocks.granularity != "coordinate":
-        q = ranks.sum_of_squares(blocks.cells(_attributed(found, ranks)), found.k)
-        return Draw(vectors, scales, found.n, symmetric_signal(blocks.cells(found.n), q, k), [], [], k)
-    known = zip(found.squares, found.seen, vectors, strict=True)
-    squares = [s if seen or ranks.count > 1 else v.to(s.dtype).square() for s, seen, v in known]
-    squares, q = ranks.sums_of_squares(squares, _attributed(found, ranks), found.k)
-    return Draw(vectors, scales, found.n, symmetric_signal(found.n, q, k), squares, [], k)
-
-
-def from_shards(blocks: Blocks, found: Contributions, shards: Shards, ranks: int, momenta: list[Tensor] | None) -> Draw:
-    """The same on gradients that are spread over ranks, as is everything that is known about them.
+class Statistics:
+    """Makes directions of gradients, with the momenta that are kept in the optimizer's state.
 
     Args:
-        blocks: which coordinates share a step size.
-        found: what this rank knows.
-        shards: the ranks.
-        ranks: how many of them have an independent gradient in each pass.
-        momenta: m_{t-1} of each parameter, if the statistics are those of the momentum's direction.
+        groups: the parameter groups.
+        state: the optimizer's state.
+        geometry: how long gradients are.
+        world: gives the world that the optimizer is in.
+        hindsight: whether the learner of a group wants to know what the last step was worth.
     """
-    k = found.k * ranks
-    vectors = [real_gradient(local_gradient(p)) for p in blocks.params]
-    scales = [1.0] * len(vectors)
-    rows = [found.n, found.before]
-    if blocks.granularity == "coordinate":
-        rows.append(_totals(found.squares, found.n))
-    passes = torch.full_like(found.q, found.k)
-    own = torch.stack([found.q, found.n.new_tensor(found.seen), passes, passes.square()])
-    more = _momentum_rows(blocks, vectors, scales, momenta, found.n)
-    total, own = shards.sums(blocks.params, torch.cat([torch.stack(rows), more]), own)
-    check_counts(own[2:, 0], shards.size)
-    q = own[0] if blocks.granularity != "coordinate" else total[2]
-    found = found.rescaled(total[0], total[1], q)
-    # A gradient that no pass made on any rank, or that nobody averages over the ranks, is a single contribution.
-    counted = own[1] > 0
-    if ranks > 1:
-        counted &= torch.tensor(shards.averaged(blocks.params), device=counted.device)
-    q = torch.where(counted, found.q, found.n)
-    momentum = total[-2:] if len(more) else None
-    if blocks.granularity != "coordinate":
-        u = symmetric_signal(blocks.cells(found.n), blocks.cells(q), k)
-        return Draw(vectors, scales, found.n, u, [], [], k, momentum=momentum)
-    # Averaged gradients arrive on all ranks or on none.
-    each = zip(found.squares, found.seen, vectors, strict=True)
-    squares = [s if known else v.to(s.dtype).square() for s, known, v in each]
-    return Draw(vectors, scales, found.n, symmetric_signal(found.n, q, k), squares, [], k, momentum=momentum)
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        state: dict[Any, Any],
+        geometry: Geometry,
+        world: Callable[[], World],
+        hindsight: Callable[[dict[str, Any]], bool],
+    ) -> None:
+        self._groups = groups
+        self._state = state
+        self._geometry = geometry
+        self._world = world
+        self._hindsight = hindsight
+
+    def direction(self, gradients: Gradients, group_of: list[int], ok: Tensor | None) -> Direction:
+        """The direction of an update, and what the momenta are after it."""
+        moving = [i for i, g in enumerate(group_of) if uses_momentum(self._groups[g])]
+        asking = [i for i, g in enumerate(group_of) if self._hindsight(self._groups[g])]
+        plain = Direction(
+            gradients.k,
+            gradients.params,
+            gradients.vectors,
+            [gradients.scale] * len(gradients.params),
+            gradients.n,
+            gradients.u,
+            torch.zeros_like(gradients.u) if asking else gradients.u,
+            {i: self._coordinate(gradients, i, signal) for i, signal in gradients.signals.items()},
+        )
+        if not moving and not asking:
+            return plain
+        last = self._last(gradients, asking, group_of) if asking else plain.last
+        plain = plain._replace(last=last, coordinates=self._with_last(plain, gradients, asking, group_of))
+        return self._with_momentum(plain, gradients, moving, group_of, ok) if moving else plain
+
+    def remember(self, direction: Direction, group_of: list[int], ok: Tensor | None) -> None:
+        """Keep the direction of the update where hindsight will need it and the momentum is not it."""
+        for i, p in enumerate(direction.params):
+            group = self._groups[group_of[i]]
+            if not self.keeps_direction(p, group):
+                continue
+            d = self._geometry.sharp(p, direction.vectors[i])
+            d = d.to(wide_dtype(d.dtype)) * direction.scales[i]
+            state = self._state[p]
+            if "direction" not in state:
+                state["direction"] = like_parameter(torch.zeros_like(d, memory_format=torch.contiguous_format), p)
+            kept = local(state["direction"])
+            kept.copy_(d if ok is None else torch.where(ok, d, kept))
+
+    def keeps_direction(self, p: Tensor, group: dict[str, Any]) -> bool:
+        """Whether the last direction of a parameter is kept: hindsight needs it, and the momentum is not it."""
+        return self._hindsight(group) and not self._momentum_is_direction(p, group)
+
+    # Hindsight --------------------------------------------------------------------------------------------------------
+
+    def _momentum_is_direction(self, p: Tensor, group: dict[str, Any]) -> bool:
+        return uses_momentum(group) and self._geometry.euclidean(p)
+
+    def _last_direction(self, p: Tensor, group: dict[str, Any]) -> tuple[Tensor, Any] | None:
+        """D_{t-1} as a vector and what it is to be divided by; None if there is none."""
+        state = self._state.get(p, {})
+        if self._momentum_is_direction(p, group):
+            weight = group.get("momentum_weight")
+            return None if weight is None or "momentum" not in state else (local(state["momentum"]), weight)
+        return (local(state["direction"]), None) if "direction" in state else None
+
+    def _last(self, gradients: Gradients, asking: list[int], group_of: list[int]) -> Tensor:
+        numbers = [torch.zeros_like(gradients.u[0])] * len(gradients.params)
+        for i in asking:
+            p = gradients.params[i]
+            found = self._last_direction(p, self._groups[group_of[i]])
+            if found is not None:
+                value = self._geometry.pairing(gradients.vectors[i], found[0]).to(gradients.u) * gradients.scale
+                numbers[i] = value if found[1] is None else _quotient(value, found[1])
+        return self._world().total(gradients.params, torch.stack(numbers).unsqueeze(0))[0]
+
+    def _with_last(
+        self, plain: Direction, gradients: Gradients, asking: list[int], group_of: list[int]
+    ) -> dict[int, Coordinate]:
+        coordinates = dict(plain.coordinates)
+        for i in set(asking) & coordinates.keys():
+            found = self._last_direction(gradients.params[i], self._groups[group_of[i]])
+            if found is not None:
+                d = found[0] * gradients.scale
+                d = d if found[1] is None else _quotient(d, found[1].to(d))
+                coordinates[i] = coordinates[i]._replace(last=gradients.vectors[i].to(d.dtype) * d)
+        return coordinates
+
+    # Momentum ---------------------------------------------------------------------------------------------------------
+
+    def _coordinate(self, gradients: Gradients, i: int, signal: Signal) -> Coordinate:
+        vector = gradients.vectors[i]
+        return Coordinate(vector, self._geometry.sharp(gradients.params[i], vector), gradients.scale, signal, 0.0)
+
+    def _with_momentum(
+        self, plain: Direction, gradients: Gradients, moving: list[int], group_of: list[int], ok: Tensor | None
+    ) -> Direction:
+        like, scale = plain.n, gradients.scale
+        params = [plain.params[i] for i in moving]
+        groups = [self._groups[group_of[i]] for i in moving]
+        momenta = [momentum_of(self._state, p) for p in params]
+        means = [_mean_gradient(plain.vectors[i], scale, m) for i, m in zip(moving, momenta, strict=True)]
+        weights = self._weights({group_of[i] for i in moving}, like, ok)
+        inverses = {g: 1 / w for g, w in weights.items()}
+        vectors, scales, coordinates = list(plain.vectors), list(plain.scales), dict(plain.coordinates)
+        crosses = [like.new_zeros(())] * len(moving)
+        for place, (i, p, m, g, group) in enumerate(zip(moving, params, momenta, means, groups, strict=True)):
+            beta, raw = float(group["momentum"]), group["statistics"] == "gradient"
+            if i in coordinates and not raw:
+                coordinates[i] = self._moved_signal(coordinates[i], p, m, g, beta, weights[group_of[i]])
+            if not raw:
+                crosses[place] = self._geometry.inner([p], [m], [g], like)[0]
+            m.lerp_(g, 1 - beta) if ok is None else m.copy_(torch.where(ok, torch.lerp(m, g, 1 - beta), m))
+            vectors[i], scales[i] = m, inverses[group_of[i]]
+            if i in coordinates and not raw:
+                coordinates[i] = coordinates[i]._replace(
+                    left=m, right=self._geometry.sharp(p, m), scale=inverses[group_of[i]]
+                )
+        direct = [place for place, group in enumerate(groups) if group["statistics"] != "gradient"]
+        if not direct:
+            return plain._replace(vectors=vectors, scales=scales, coordinates=coordinates)
+        lengths = self._geometry.norms([params[j] for j in direct], [momenta[j] for j in direct], like)
+        rows = torch.stack([stacked([crosses[j] for j in direct], like), lengths])
+        cross, lengths = self._world().total([params[j] for j in direct], rows).unbind()
+        betas = like.new_tensor([float(groups[j]["momentum"]) for j in direct])
+        weight = _vector([weights[group_of[moving[j]]] for j in direct], like)
+        where = [moving[j] for j in direct]
+        n, u = plain.n.clone(), plain.u.clone()
+        n[where] = lengths / weight.square()
+        u[where] = momentum_signal(cross, plain.u[where], betas, weight)
+        return plain._replace(vectors=vectors, scales=scales, n=n, u=u, coordinates=coordinates)
+
+    def _moved_signal(
+        self, coordinate: Coordinate, p: Tensor, m: Tensor, g: Tensor, beta: float, weight: Any
+    ) -> Coordinate:
+        base, a, b = coordinate.signal
+        u = base * b if b != 1.0 else base
+        if a:
+            u = u + self._geometry.products(p, g, g) * a
+        cross = self._geometry.products(p, m, g)
+        weight = weight if isinstance(weight, float) else weight.to(u)
+        return coordinate._replace(signal=Signal(momentum_signal(cross, u, beta, weight), 0.0, 1.0))
+
+    def _weights(self, taking_part: set[int], like: Tensor, ok: Tensor | None) -> dict[int, Any]:
+        """How much weight the gradients so far have in each group's momentum; schedulers may move beta."""
+        weights: dict[int, Any] = {}
+        for i in sorted(taking_part):
+            group = self._groups[i]
+            beta, old = float(group["momentum"]), torch.as_tensor(group.get("momentum_weight", 0.0)).to(like)
+            new = beta * old + (1 - beta)
+            group["momentum_weight"] = new if ok is None else torch.where(ok, new, old)
+            weights[i] = new.tolist() if ok is None else new
+        return weights
 
 
-def _momentum_rows(
-    blocks: Blocks, vectors: list[Tensor], scales: list[Any], momenta: list[Tensor] | None, like: Tensor
-) -> Tensor:
-    """<m_{t-1}, g> and ||m_t||^2 of each parameter's piece, before it is known whether m_t is to be."""
-    if momenta is None:
-        return like.new_zeros(0, len(vectors))
-    crosses, lengths = [], []
-    for m, v, scale, group in zip(momenta, vectors, scales, blocks.group_of, strict=True):
-        g = v.to(m.dtype) * scale
-        crosses.append(inner(m, g).to(like))
-        new = torch.lerp(m, g, 1 - blocks.momenta[group])
-        lengths.append(inner(new, new).to(like))
-    return torch.stack([torch.stack(crosses), torch.stack(lengths)])
+def uses_momentum(group: dict[str, Any]) -> bool:
+    """Whether a group has or has had momentum."""
+    return bool(group["momentum"]) or "momentum_weight" in group
 
 
-def _attributed(found: Contributions, ranks: Ranks) -> Tensor:
-    """The sums of squares; a gradient that no pass made, and that is not another rank's, is a single contribution."""
-    if all(found.seen) or ranks.count > 1:
-        return found.q
-    return torch.where(torch.tensor(found.seen, device=found.q.device), found.q, found.n)
+def momentum_of(state: dict[Any, Any], p: Tensor) -> Tensor:
+    """This rank's piece of m_{t-1} of a parameter, to be written to."""
+    held = state[p]
+    if "momentum" not in held:
+        like = real_view(local(p))
+        held["momentum"] = like_parameter(torch.zeros_like(like, dtype=wide_dtype(like.dtype)), p)
+    return local(held["momentum"])
 
 
-def from_pair(
-    blocks: Blocks,
-    first: list[Tensor],
-    second: list[Tensor],
-    estimator: Estimator,
-    shards: Shards | None = None,
-    momenta: list[Tensor] | None = None,
-) -> Draw:
-    """Either estimator on two gradients that are there themselves; the first ones are written to."""
-    like = torch.zeros((), device=blocks.params[0].device, dtype=scalar_dtype(blocks.params[0].device))
-    products = []
-    for g1, g2 in zip(first, second, strict=True):
-        a, b = real_view(g1), real_gradient(g2)
-        wide = wide_dtype(a.dtype)
-        products.append(a.to(wide) * b.to(wide) if blocks.granularity == "coordinate" else inner(a, b))
-    vectors = [real_view(g) for g in first]
-    scale = 1.0
-    if estimator == "symmetric":
-        vectors, scale = [v.add_(real_gradient(g)) for v, g in zip(vectors, second, strict=True)], 0.5
-    scales = [scale] * len(vectors)
-    # As inner products, like u: for two equal gradients u = n to the last bit.
-    n = torch.stack([inner(v, v).to(like) for v in vectors]) * scale**2
-    u = _totals(products, n) if blocks.granularity == "coordinate" else torch.stack([v.to(n) for v in products])
-    momentum = None
-    if shards is not None:
-        more = _momentum_rows(blocks, vectors, scales, momenta, n)
-        total, _ = shards.sums(blocks.params, torch.cat([torch.stack([n, u]), more]))
-        n, u, momentum = total[0], total[1], total[2:] if len(more) else None
-    if blocks.granularity == "coordinate":
-        return Draw(vectors, scales, n, u, [], products, 2, momentum=momentum)
-    return Draw(vectors, scales, n, blocks.cells(u), [], [], 2, momentum=momentum)
+def _mean_gradient(vector: Tensor, scale: float, m: Tensor) -> Tensor:
+    return vector if vector.dtype == m.dtype and scale == 1.0 else vector.to(m.dtype) * scale
 
 
-def with_momentum(
-    blocks: Blocks,
-    draw: Draw,
-    momenta: list[Tensor],
-    weights: list[Tensor],
-    statistics: MomentumStatistics,
-    ok: Tensor | None,
-) -> Draw:
-    r"""The draw of the direction m_t / w_t; the momenta m_{t-1} become m_t.
-
-    Args:
-        blocks: which coordinates share a step size.
-        draw: that of the gradients themselves.
-        momenta: m_{t-1} of each parameter.
-        weights: w_t of each group, the sum of the weights in m_t: :math:`1 - \beta^t` if beta stays the same.
-        statistics: whether (u, n) are those of the direction, or stay those of the gradients.
-        ok: see :func:`sgdol.torch._update.update`.
-    """
-    crosses = []
-    coordinates, raw = blocks.granularity == "coordinate", statistics == "gradient"
-    each = zip(momenta, draw.vectors, draw.scales, strict=True) if raw and coordinates else ()
-    lengths = [(v.to(m.dtype) * scale).square() for m, v, scale in each]
-    betas = [blocks.momenta[group] for group in blocks.group_of]
-    for m, v, scale, beta in zip(momenta, draw.vectors, draw.scales, betas, strict=True):
-        g = v if v.dtype == m.dtype and scale == 1.0 else v.to(m.dtype) * scale
-        if not raw and (coordinates or draw.momentum is None):
-            crosses.append(m * g if coordinates else inner(m, g))
-        m.lerp_(g, 1 - beta) if ok is None else m.copy_(torch.where(ok, torch.lerp(m, g, 1 - beta), m))
-    scales = [1 / weights[group] for group in blocks.group_of]
-    if raw:
-        return draw._replace(vectors=momenta, scales=scales, squares=[], signals=_signals(draw), lengths=lengths)
-    n = squared_norms(momenta, draw.n.device, draw.n.dtype) if draw.momentum is None else draw.momentum[1]
-    n = n * torch.stack(scales).square()
-    if coordinates:
-        signals = _signals(draw)
-        signals = [
-            momentum_signal(cross, u, beta, weights[group].to(u))
-            for cross, u, beta, group in zip(crosses, signals, betas, blocks.group_of, strict=True)
-        ]
-        if draw.momentum is None:
-            return Draw(momenta, scales, n, _totals(signals, n), [], signals, draw.k)
-        weight = torch.stack(weights)[blocks.group_of]
-        u = momentum_signal(draw.momentum[0], draw.u, n.new_tensor(betas), weight)
-        return Draw(momenta, scales, n, u, [], signals, draw.k)
-    cross = blocks.cells(torch.stack([c.to(n) for c in crosses]) if draw.momentum is None else draw.momentum[0])
-    beta_of = blocks.cell_values([n.new_tensor(beta) for beta in blocks.momenta])
-    u = momentum_signal(cross, draw.u, beta_of, blocks.cell_values(weights))
-    return Draw(momenta, scales, n, u, [], [], draw.k)
+def _quotient(value: Tensor, weight: Tensor) -> Tensor:
+    positive = weight > 0
+    return torch.where(positive, value / torch.where(positive, weight, 1), torch.zeros_like(value))
 
 
-def _signals(draw: Draw) -> list[Tensor]:
-    """The signal of each coordinate, where blocks are coordinates."""
-    known = zip(draw.vectors, draw.squares, strict=True) if draw.squares else ()
-    return draw.signals or [symmetric_signal(v.to(q.dtype).square(), q, draw.k) for v, q in known]
-
-
-def inner(a: Tensor, b: Tensor) -> Tensor:
-    """<a, b>, in float32 or wider."""
-    wide = wide_dtype(a.dtype)
-    if a.dtype != wide or b.dtype != wide:
-        a, b = a.to(wide), b.to(wide)
-    return torch.dot(a.reshape(-1), b.reshape(-1))
-
-
-def _totals(tensors: list[Tensor], like: Tensor) -> Tensor:
-    return torch.stack([t.sum().to(like) for t in tensors])
+def _vector(numbers: list[Any], like: Tensor) -> Tensor:
+    return like.new_tensor(numbers) if isinstance(numbers[0], float) else stacked(numbers, like)
