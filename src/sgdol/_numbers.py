@@ -11,7 +11,7 @@ from typing import Any
 
 import array_api_compat
 
-__all__ = ["clip", "hypot", "isfinite", "maximum", "minimum", "namespace", "ratio", "sqrt", "where"]
+__all__ = ["clip", "hypot", "isfinite", "maximum", "minimum", "namespace", "negate", "ratio", "sqrt", "where"]
 
 Array = Any
 
@@ -71,6 +71,11 @@ def isfinite(value: Array) -> Array:
     """Whether it is a finite number."""
     xp = namespace(value)
     return math.isfinite(value) if xp is None else xp.isfinite(value)
+
+
+def negate(condition: Array) -> Array:
+    """Not; ``~True`` of a Python bool would be a number."""
+    return not condition if isinstance(condition, bool) else ~condition
 
 
 def ratio(numerator: Array, denominator: Array, otherwise: float) -> Array:

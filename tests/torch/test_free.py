@@ -20,6 +20,7 @@ from sgdol.reference_free import sgdol_free
 
 D = 6
 SHAPES = [(3,), (1, 2), ()]
+SIZES = [3, 2, 1]
 CUTS = [3, 5]
 
 
@@ -73,6 +74,8 @@ def ledge(seed: int = 0, k: int = 2, noise: float = 0.05):
 
 
 PROBLEMS = {"quadratic": quadratic, "rosenbrock": rosenbrock, "cliff": cliff, "ledge": ledge}
+STEPS = {"ledge": 16, "cliff": 40}
+"""After it has bounced off the wall, roundings grow."""
 
 
 def oracle_of(loss, k: int, scale_f: float = 1.0, scale_x: float = 1.0):
@@ -134,20 +137,23 @@ def train(problem="quadratic", steps=120, k=2, scale_f=1.0, scale_x=1.0, start=S
 
 
 @pytest.mark.parametrize(
-    ("k", "foreach", "options"),
+    ("k", "options"),
     [
-        (2, False, {}),
-        (3, True, {}),
-        (2, False, {"momentum": 0.5, "averaging": 2.0}),
-        (2, True, {"weight_decay": 0.1}),
+        (2, {}),
+        (3, {}),
+        (2, {"momentum": 0.5, "averaging": 2.0}),
+        (2, {"weight_decay": 0.1}),
+        (2, {"metric": "euclidean"}),
+        (3, {"metric": "euclidean", "weight_decay": 0.1}),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("problem", list(PROBLEMS))
-def test_agrees_with_the_reference(problem, k, foreach, options):
-    steps = 16 if problem == "ledge" else 60  # after it has bounced off the wall, roundings grow
-    expected = sgdol_free(oracle_of(PROBLEMS[problem](k=k), k), START, steps, **options)
-    iterates, average, step_sizes, opt, calls = train(problem, steps, k, foreach=foreach, **options)
+def test_agrees_with_the_reference(problem, k, options):
+    steps = STEPS.get(problem, 60)
+    oracle = oracle_of(PROBLEMS[problem](k=k), k)
+    expected = sgdol_free(oracle, START, steps, tensors=SIZES, **options)
+    iterates, average, step_sizes, opt, calls = train(problem, steps, k, **options)
     np.testing.assert_allclose(iterates, expected.iterates, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(average, expected.averages[-1], rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(step_sizes, expected.step_sizes, rtol=1e-11)
@@ -158,10 +164,12 @@ def test_agrees_with_the_reference(problem, k, foreach, options):
     assert len(calls) == expected.evaluations
 
 
-def test_the_problems_reach_every_branch():
+@pytest.mark.parametrize("metric", ["rms", "euclidean"])
+def test_the_problems_reach_every_branch(metric):
     """Else the tests here would not notice a fault in the guard or in a rejection."""
-    assert sgdol_free(oracle_of(ledge(), 2), START, 16).rejections > 0
-    assert sgdol_free(oracle_of(cliff(), 2), START, 60).rollbacks > 0
+    options = {"metric": metric, "tensors": SIZES}
+    assert sgdol_free(oracle_of(ledge(), 2), START, STEPS["ledge"], **options).rejections > 0
+    assert sgdol_free(oracle_of(cliff(), 2), START, STEPS["cliff"], **options).rollbacks > 0
 
 
 # Other units ----------------------------------------------------------------------------------------------------------
@@ -310,7 +318,7 @@ def test_narrow_parameters_learn_as_wide_ones_do(dtype):
     assert results[1] == pytest.approx(results[0], rel=0.03)
     for p in net.parameters():
         assert opt.state[p]["momentum"].dtype == opt.state[p]["average"].dtype == torch.float32
-        assert set(opt.state[p]) == {"momentum", "average"}  # as many vectors as Adam has
+        assert set(opt.state[p]) == {"momentum", "squares", "average", "previous"}
 
 
 def test_complex_parameters_are_pairs_of_real_ones():

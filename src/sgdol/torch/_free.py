@@ -12,42 +12,78 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sgdol.free import PROBED, Rule, Settings, next_probe
-from sgdol.surrogate import symmetric_signal
-from sgdol.torch._passes import BackwardPasses, real_gradient, real_view, scalar_dtype, wide_dtype
-from sgdol.torch._ranks import Ranks
+from sgdol import free, metrics, summary
+from sgdol.averaging import weight as weight_in_average
+from sgdol.free import Settings, State
+from sgdol.metrics import RMS, Euclidean
+from sgdol.torch._contributions import Contributions
 from sgdol.torch._rerun import Rerun
-from sgdol.torch._vectors import add, inner, lerp, numbers
+from sgdol.torch._tensors import real_view
+from sgdol.torch._vectors import Space, Vector, dot, norm, numbers, total
+from sgdol.torch._world import Finder, World
 
 __all__ = ["SGDOLFree"]
 
-PROBES = 8
-"""How many points the first step may probe for a first M; two or three are usual."""
+SAMPLED = 2048
+"""About how many coordinates are compared to notice that somebody else moved them."""
 
-WATCHED = 8
-ENTRIES = 256
-"""How many tensors, and about how many entries of each, are compared to notice that somebody else moved them."""
+SHARED = ("momentum", "averaging", "metric", "maximize", "foreach")
+"""Options that are the same for all parameter groups: there is one point, one direction, one norm."""
 
 
 class _Evaluation(NamedTuple):
-    """What one call of the closure gave; the gradient itself is in ``.grad``."""
+    """What one call of the closure gave."""
 
     loss: float
     """The mean over the ranks of what the closure returned; negative if it is maximised."""
-    u: float
-    n: float
+    g: Vector
+    """The mean gradient, times the factor that brings it into range."""
+    norm: float
+    """||g|| in the metric..."""
+    squares: float
+    """...and the root of the sum of the squared norms of the k contributions to it."""
     k: int
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.n) and math.isfinite(self.u)
+        return math.isfinite(self.loss) and math.isfinite(self.norm) and math.isfinite(self.squares)
 
 
-class _Kept(NamedTuple):
-    """A point and its gradient, put aside while the closure is evaluated elsewhere."""
+class _Here(NamedTuple):
+    """The point of this step, and the norm that is used there."""
 
-    x: list[Tensor]
-    g: list[Tensor]
+    space: Space
+    x: Vector
+    inverse: Vector | None
+    """1/D; None for Euclid's norm."""
+
+    def sharp(self, g: Vector) -> Vector:
+        """From a gradient to a direction: D^-1 g."""
+        return g if self.inverse is None else [a * b for a, b in zip(g, self.inverse, strict=True)]
+
+    def length(self, s: Vector) -> float:
+        """||s|| of a difference of points: in D."""
+        return norm(s if self.inverse is None else [a * b.rsqrt() for a, b in zip(s, self.inverse, strict=True)])
+
+
+class _Group(dict[str, Any]):
+    """A parameter group that says why there is no learning rate in it."""
+
+    def __missing__(self, key: str) -> Any:
+        if key in ("lr", "initial_lr"):
+            raise NoLearningRate(
+                "SGDOLFree has no learning rate, so there is nothing that a scheduler could move: it chooses every "
+                "step size itself, and its average takes the place of a decay. Delete the scheduler; "
+                'group["step_size"] is what to log'
+            )
+        raise KeyError(key)
+
+
+class NoLearningRate(KeyError):
+    """Somebody wants to read or schedule the learning rate of an optimizer that has none."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class SGDOLFree(Optimizer):
@@ -58,24 +94,29 @@ class SGDOLFree(Optimizer):
     batch, as in :class:`sgdol.SGDOL`, and
 
     .. math:: \eta_t = \frac{\alpha + S}{M (\alpha + S/4 + c N)}, \qquad S = \sum_{j<t} u_j, \quad
-        N = \sum_{j<t} (n_j - u_j), \quad \alpha = 4 \|g_1\|^2,
+        N = \sum_{j<t} (n_j - u_j), \quad \alpha = 4 n_1,
 
-    scales a momentum direction, with c from 1/2, while the loss falls, to 1. A step whose curvature was too much for it
-    is taken back, and a loss that jumps sends the run back to its average. What is to be used is that average: see
-    :meth:`averaged`. The algorithm, what was measured and what failed is in ``docs/without_smoothness.md``.
+    scales a momentum direction, with c from 1/2, while the loss falls, to 1. All lengths are taken in a metric that is
+    made of past gradients. A step whose curvature was too much for it is taken back, and a loss that jumps sends the
+    run back to its average. What is to be used is that average: see :meth:`averaged`. The algorithm, what was measured
+    and what failed is in ``docs/without_smoothness.md``.
 
     ``step`` takes a closure that evaluates **the same batch** each time it is called within one step, in two or more
     ``backward()`` calls (under DistributedDataParallel one is enough: the ranks are the independent gradients), and
     returns the loss of the batch. Dropout draws the same numbers each time, and buffers such as BatchNorm's
-    statistics are updated once.
+    statistics are updated once. Between steps it keeps four vectors of the size of the model: momentum, metric,
+    average and last point.
 
     Args:
         params: parameters or parameter groups; groups may differ in weight_decay.
-        momentum: beta in [0, 1) of :math:`d_t = m_t/(1-\beta^t)`, :math:`m_t = \beta m_{t-1} + (1-\beta) \bar g_t`.
-        averaging: a of the polynomial average, at least 0: iterate t counts about as :math:`t^a`.
+        momentum: beta in [0, 1) of :math:`d_t = D_t^{-1} m_t/(1-\beta^t)`,
+            :math:`m_t = \beta m_{t-1} + (1-\beta) \bar g_t`.
         weight_decay: decoupled: :math:`x \leftarrow x - \eta_t (d_t + \mathrm{weight\_decay} \cdot x)`.
+        averaging: a of the polynomial average, at least 0: iterate t counts about as :math:`t^a`.
+        metric: ``"rms"``, ``"adagrad"``, ``"euclidean"`` (D = 1, one vector less), or an object of
+            :mod:`sgdol.metrics`.
         maximize: ascend instead; the same in all groups.
-        foreach: update many tensors at once or one by one; None for what suits the device.
+        foreach: as in torch.optim; every vector is one tensor here, so it makes no difference.
 
     >>> import torch
     >>> _ = torch.manual_seed(0)
@@ -101,25 +142,33 @@ class SGDOLFree(Optimizer):
         params: Iterable[Any],
         *,
         momentum: float = 0.9,
-        averaging: float = 8.0,
         weight_decay: float = 0.0,
+        averaging: float = 8.0,
+        metric: str | metrics.Metric = "rms",
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
         defaults = {
             "momentum": momentum,
-            "averaging": averaging,
             "weight_decay": weight_decay,
+            "averaging": averaging,
+            "metric": metric,
             "maximize": maximize,
             "foreach": foreach,
         }
         _check_options(defaults)
         self._settings = Settings()
-        self._passes: BackwardPasses | None = None
-        self._ranks: Ranks | None = None
-        self._rerun = Rerun()
-        self._left: dict[Tensor, tuple[int, Tensor | None]] = {}
+        self._prepare()
         super().__init__(params, defaults)
+
+    def _prepare(self) -> None:
+        """What is not saved: it is found again."""
+        self._finder: Finder | None = None
+        self._contributions: Contributions | None = None
+        self._rerun = Rerun()
+        self._space: Space | None = None
+        self._vectors: dict[str, Vector] = {}
+        self._left: tuple[Space, list[int], Vector] | None = None
 
     # The public face --------------------------------------------------------------------------------------------------
 
@@ -141,24 +190,29 @@ class SGDOLFree(Optimizer):
                 "SGDOLFree.step needs a closure: a function that computes the loss of one batch in two or more parts, "
                 "calls backward() on each and returns the loss. Got closure=None"
             )
-        self._refuse_moved()
-        rule = Rule(**self.param_groups[0].get("rule", {}))
-        rule.evaluations += 1
-        self._clear()
+        state = self._rule()
+        self._begin_call(None if state.updates == 0 else self._unit())
         with self._rerun.first({p.device for p in self._all()}), torch.enable_grad():
             result = closure()
-        now = self._measure(result)
-        if not now.finite:
+        here: _Here | None = None
+        try:
+            here, now = self._arrive(state, result)
+            if not now.finite:
+                self._rerun.undo()
+            state = state._replace(evaluations=state.evaluations + 1)
+            state, here, now = self._advance(state, here, now, closure)
+        except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C there
             self._rerun.undo()
-        k = now.k
-        point = self._advance(rule, now, closure)
-        if point is not None:
-            self._step(rule, point)
-        for group in self.param_groups:
-            group["rule"] = vars(rule).copy()
-            group["gradients"] = k
-            group["step_size"] = rule.step_size or group["step_size"]
-        self._remember_where()
+            if here is not None:
+                here.space.put(here.x)
+                self._remember_where(here)
+            raise
+        if now.finite and state.first_norm > 0:
+            state, here = self._move(state, here, now)
+        elif not now.finite:
+            state = state._replace(skipped=state.skipped + 1)
+        self._keep_rule(state, now.k)
+        self._remember_where(here)
         return result
 
     @contextmanager
@@ -168,7 +222,8 @@ class SGDOLFree(Optimizer):
         Only parameters are averaged. A model with BatchNorm wants its statistics for the averaged parameters:
         :func:`torch.optim.swa_utils.update_bn` inside.
         """
-        self._refuse_moved()
+        if self._space is not None:
+            self._refuse_moved(_Here(self._space, self._space.point(), None))
         pairs = [(p, self.state[p]["average"]) for p in self._all() if "average" in self.state.get(p, {})]
         kept = [p.detach().clone() for p, _ in pairs]
         try:
@@ -180,68 +235,73 @@ class SGDOLFree(Optimizer):
             with torch.no_grad():
                 for (p, _), x in zip(pairs, kept, strict=True):
                     p.copy_(x)
-            if self._left:
-                self._remember_where()
+            if self._left is not None and self._space is not None:
+                self._remember_where(_Here(self._space, self._space.point(), None))
+
+    def averaged_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """``model.state_dict()`` with the averaged parameters in it: what to save for use. Buffers are the model's.
+
+        >>> model = torch.nn.Linear(2, 1)
+        >>> opt = SGDOLFree(model.parameters())
+        >>> sorted(opt.averaged_state_dict(model))
+        ['bias', 'weight']
+        """
+        with self.averaged():
+            return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     def diagnostics(self) -> dict[str, Any]:
         """What the optimizer has learned, as plain numbers.
 
         * ``step_size``: eta of the last step, one per parameter group; ``smoothness``: M as measured so far.
-        * ``signal_to_noise``: sum of u over sum of n - u, over about the last hundred steps.
+        * ``signal_to_noise``: sum of u over sum of n - u, over about the last hundred steps; at least 0.
         * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have
-          as much signal as noise.
+          as much signal as noise; infinite if no signal was seen.
         * ``updates``, ``skipped`` (batches that are not finite), ``gradients`` (k of the last step).
         * ``evaluations``: calls of the closure; ``rejections``: steps taken back after a look-back; ``rollbacks``:
           returns to the average after a jump of the loss.
         """
-        group = self.param_groups[0]
-        rule = Rule(**group.get("rule", {}))
-        k = group.get("gradients", 0)
+        state = self._rule()
+        k = self.param_groups[0].get("gradients", 0)
+        length = state.recent_signal + state.recent_noise
         return {
             "step_size": [g["step_size"] for g in self.param_groups],
-            "smoothness": rule.smoothness,
-            "signal_to_noise": _quotient(rule.recent_signal, rule.recent_noise),
-            "noise_scale": _quotient(k * rule.recent_noise, rule.recent_signal),
-            "updates": rule.updates,
-            "skipped": rule.skipped,
+            "smoothness": state.smoothness,
+            "signal_to_noise": summary.signal_to_noise(state.recent_signal, length),
+            "noise_scale": summary.noise_scale(state.recent_signal, length, k),
+            "updates": state.updates,
+            "skipped": state.skipped,
             "gradients": k,
-            "evaluations": rule.evaluations,
-            "rejections": rule.rejections,
-            "rollbacks": rule.rollbacks,
+            "evaluations": state.evaluations,
+            "rejections": state.rejections,
+            "rollbacks": state.rollbacks,
         }
 
     def moved(self) -> None:
         """Say that you changed the parameters a little on purpose (clipping, projecting): go on from where they are."""
-        self._left = {}
+        self._left = None
 
     def restart(self) -> None:
         """Forget everything, as if newly constructed; for instance after other weights were loaded into the model."""
         self.state.clear()
-        self._left = {}
+        self._prepare()
         for group in self.param_groups:
-            group.pop("rule", None)
-            group.pop("gradients", None)
+            for name in ("rule", "gradients", "unit"):
+                group.pop(name, None)
             group["step_size"] = 0.0
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of all parameters, and forget the backward passes that made them."""
-        super().zero_grad(set_to_none)
-        if self._passes is not None:
-            self._passes.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; it may bring its own weight_decay."""
         if isinstance(param_group, dict):
             options = {**self.defaults, **param_group}
             _check_options(options)
-            for name in ("momentum", "averaging", "maximize"):
+            for name in SHARED:
                 if options[name] != self.defaults[name]:
                     raise ValueError(
                         f"{name} is the same for all parameter groups: this optimizer has {self.defaults[name]!r}, "
                         f"the group has {options[name]!r}"
                     )
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        group = self.param_groups[-1] = _Group(self.param_groups[-1])
         for p in group["params"]:
             if hasattr(p, "device_mesh"):
                 raise NotImplementedError(
@@ -249,250 +309,245 @@ class SGDOLFree(Optimizer):
                     f"{tuple(p.shape)}; DistributedDataParallel is supported"
                 )
         first = self.param_groups[0]
-        for name in ("rule", "gradients"):
+        for name in ("rule", "gradients", "unit"):
             if name in first:
                 group[name] = first[name]
         group.setdefault("step_size", first.get("step_size", 0.0))
-        self._ranks = None
-        self._watched()
+        self._finder = self._contributions = None
+
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__} ("]
+        for index, group in enumerate(self.param_groups):
+            lines.append(f"Parameter Group {index}")
+            lines += [f"    {name}: {group[name]}" for name in sorted(group) if name not in ("params", "rule")]
+        return "\n".join([*lines, ")"])
 
     # One step ---------------------------------------------------------------------------------------------------------
 
-    def _advance(self, rule: Rule, now: _Evaluation, closure: Callable[[], Any]) -> _Evaluation | None:
-        """Decide where to step from: there, with the gradients in ``.grad``; None if this batch is to be skipped."""
-        if rule.updates == 0:
-            if not now.finite or now.n == 0:
-                rule.skipped += not now.finite
-                return None
-            self._begin(rule, now, closure)
-        elif rule.alarm(now.loss):
-            now = self._guard(rule, now, closure)
-        if rule.wants_look_back(math.sqrt(now.n) if now.finite else math.nan, self._settings):
-            now = self._look_back(rule, now, closure)
-        if not now.finite:
-            rule.skipped += 1
-            return None
-        rule.track(now.loss)
-        return now
+    def _arrive(self, state: State, result: Any) -> tuple[_Here, _Evaluation]:
+        """The point, the metric there, and what the first call of the closure says."""
+        _loss(result)
+        space = self._taking_part()
+        here = _Here(space, space.point(), None)
+        self._refuse_moved(here)
+        metric = self._metric()
+        if state.updates == 0:
+            for group in self.param_groups:
+                group["unit"] = abs(self._watched().factor)
+            if isinstance(metric, RMS):
+                inverse = space.inverse_diagonal(metric, None, 0.0, space.gradients(self._factor()))
+                here = here._replace(inverse=inverse)
+        elif isinstance(metric, RMS):
+            weight = _geometric_sum(metric.decay, state.updates)
+            here = here._replace(inverse=space.inverse_diagonal(metric, self._vector("squares"), weight, []))
+        return here, self._measure(here, result)
 
-    def _begin(self, rule: Rule, now: _Evaluation, closure: Callable[[], Any]) -> None:
+    def _advance(
+        self, state: State, here: _Here, now: _Evaluation, closure: Callable[[], Any]
+    ) -> tuple[State, _Here, _Evaluation]:
+        """Decide where to step from. The parameters are there afterwards, and its gradient is in ``.grad``."""
+        if state.updates == 0:
+            if not now.finite or now.norm == 0:
+                return state, here, now
+            state = self._begin(state, here, now, closure)
+        elif free.alarm(state, now.loss, self._settings):
+            state, here, now = self._guard(state, here, now, closure)
+        state, looks = free.wants_look_back(state, now.norm if now.finite else math.nan, self._settings)
+        return self._look_back(state, here, now, closure) if looks else (state, here, now)
+
+    def _begin(self, state: State, here: _Here, now: _Evaluation, closure: Callable[[], Any]) -> State:
         """The first point: check the closure, and measure M along the gradient by a difference of gradients."""
-        params = self._taking_part()
-        kept = self._keep(params)
-        norm = math.sqrt(now.n)
-        try:
-            self._again(rule, closure)
-            self._refuse_another_batch(kept, params, norm)
-            xx = numbers(inner(kept.x, kept.x))[0]
-            # A first guess from the only lengths there are; with x = 0 and f = 0 there is none.
-            length = math.sqrt(xx) / 64 or abs(now.loss) / norm / 8 or 1.0
-            for _ in range(PROBES):
-                self._put(params, kept.x)
-                add(self._views(params), kept.g, -self._sign * length / norm)
-                probed = self._again(rule, closure)
-                y = [q - g for q, g in zip(self._gradients(params), kept.g, strict=True)]
-                change = math.sqrt(numbers(inner(y, y))[0]) / norm if probed.finite else math.inf
-                longer = next_probe(length, change)
-                if longer is None:
-                    break
-                length, used = longer, length
-            else:
-                length, change = used, max(change, PROBED[0]) if math.isfinite(change) else 1.0
-        finally:
-            self._put_back(params, kept)
-        rule.begin(change * norm / length, now.n)
+        self._refuse_another_batch(here, now, self._evaluate(here, closure))
+        direction = here.sharp(now.g)
+        bracket = free.first_probe(now.norm, here.length(here.x), now.loss, self._settings)
+        while not bracket.told and bracket.count < self._settings.probes:
+            share = -bracket.length / now.norm / self._unit()
+            here.space.put([torch.add(x, d, alpha=share) for x, d in zip(here.x, direction, strict=True)])
+            probed = self._evaluate(here, closure)
+            change = self._norm(here, _difference(probed.g, now.g)) / now.norm if probed.finite else math.inf
+            bracket = free.next_probe(bracket, change, self._settings)
+        self._go_to(here, now)
+        state = state._replace(evaluations=state.evaluations + 1 + bracket.count)
+        return free.begin(state, bracket.curvature * now.norm, now.norm)
 
-    def _guard(self, rule: Rule, now: _Evaluation, closure: Callable[[], Any]) -> _Evaluation:
+    def _guard(
+        self, state: State, here: _Here, now: _Evaluation, closure: Callable[[], Any]
+    ) -> tuple[State, _Here, _Evaluation]:
         """The loss has jumped: go back to the average if this batch is fine there."""
-        params = self._taking_part()
-        kept = self._keep(params)
-        back = False
-        try:
-            self._put(params, [self.state[p]["average"] for p in params])
-            there = self._again(rule, closure)
-            back = there.finite and rule.confirms(now.loss, there.loss)
-        finally:
-            if not back:
-                self._put_back(params, kept)
-        if not back:
-            return now
-        rule.roll_back()
-        for p in params:
-            self.state[p]["momentum"].zero_()
-        return there
+        here.space.put(self._vector("average"))
+        there = here._replace(x=here.space.point())
+        found = self._evaluate(here, closure)
+        state = state._replace(evaluations=state.evaluations + 1)
+        if found.finite and free.confirms(state, now.loss, found.loss, self._settings):
+            return free.roll_back(state, self._settings), there, found
+        self._go_to(here, now)
+        return state, here, now
 
-    def _look_back(self, rule: Rule, now: _Evaluation, closure: Callable[[], Any]) -> _Evaluation:
+    def _look_back(
+        self, state: State, here: _Here, now: _Evaluation, closure: Callable[[], Any]
+    ) -> tuple[State, _Here, _Evaluation]:
         """Evaluate this batch before the last step as well, and stay there if the step was too long."""
-        params = self._taking_part()
-        kept = self._keep(params)
+        before = here._replace(x=self._vector("previous"))
+        here.space.put(before.x)
+        found = self._evaluate(here, closure)
+        state = state._replace(evaluations=state.evaluations + 1)
         rejected = False
-        try:
-            self._move(params, rule, back=True)
-            before = self._again(rule, closure)
-            if before.finite:
-                s = [a - b.to(a.dtype) for a, b in zip(kept.x, self._views(params), strict=True)]
-                q = self._gradients(params)
-                y = [a - b for a, b in zip(kept.g, q, strict=True)]
-                ys, yy, ss, qs = numbers(inner(y, s), inner(y, y), inner(s, s), inner(q, s))
-                if not math.isfinite(now.loss):
-                    ys = math.nan
-                rejected = rule.look_back(self._sign * ys, yy, ss, qs, self._settings)
-        finally:
-            if not rejected:
-                self._put_back(params, kept)
-        return before if rejected else now
+        if found.finite:
+            s, y = _difference(here.x, before.x), _difference(now.g, found.g)
+            length = here.length(s)
+            along = [a / length for a in s] if length > 0 else s
+            y_along, q_along, yy = numbers(dot(y, along), dot(found.g, along), dot(y, here.sharp(y)))
+            y_along = y_along / self._unit() if now.finite else math.nan
+            state, rejected = free.look_back(
+                state, y_along, _root(yy) / self._unit(), length, q_along / self._unit(), self._settings
+            )
+        if rejected:
+            return state, before, found
+        self._go_to(here, now)
+        return state, here, now
 
-    def _step(self, rule: Rule, now: _Evaluation) -> None:
-        """Move along the momentum direction, and learn from the gradients."""
-        params = self._taking_part()
-        beta = self.defaults["momentum"]
-        momenta = [self._momentum(p) for p in params]
-        lerp(momenta, self._gradients(params), 1 - beta, foreach=self._foreach(params))
-        rule.momentum_weight = beta * rule.momentum_weight + (1 - beta)
-        direction_norm = math.sqrt(numbers(inner(momenta, momenta))[0]) / rule.momentum_weight
-        rule.choose_step_size(direction_norm, self._decay(), self._settings)
-        rule.observe(now.u, now.n)
+    def _move(self, state: State, here: _Here, now: _Evaluation) -> tuple[State, _Here]:
+        """Move along the momentum direction, and learn from the gradients. Nothing here calls the closure."""
+        options = self.param_groups[0]
+        beta, unit = options["momentum"], self._unit()
+        m = self._vector("momentum")
+        for old, g in zip(m, now.g, strict=True):
+            torch.mul(g, 1 - beta, out=old) if state.momentum_weight == 0 else old.lerp_(g, 1 - beta)
+        weight = beta * state.momentum_weight + (1 - beta)
+        state = free.track(state, now.loss, self._settings)._replace(momentum_weight=weight)
+        d = here.sharp(m)
+        direction_norm = _root(numbers(dot(m, d))[0]) / weight / unit
+        decays = {p: group["weight_decay"] for group in self.param_groups for p in group["params"]}
+        decay = max(decays.values())
+        state = free.choose_step(state, direction_norm, decay, self._settings)
+        state = free.observe(state, now.norm, now.squares, now.k, self._settings)
         # The average is over the points that steps start from: of none that is taken back afterwards.
-        power = self.defaults["averaging"]
-        weight = min(1.0, (power + 1) / (rule.updates + power))
-        lerp([self._average(p) for p in params], self._views(params), weight, foreach=self._foreach(params))
-        self._move(params, rule)
-
-    def _move(self, params: list[Tensor], rule: Rule, *, back: bool = False) -> None:
-        """Make the step x <- x - eta (d + weight_decay x), or take it back."""
-        factor = -self._sign * rule.step_size / rule.momentum_weight
-        for group in self.param_groups:
-            mine = set(group["params"])
-            some = [p for p in params if p in mine]
-            momenta = [self.state[p]["momentum"] for p in some]
-            scale = 1 - rule.step_size * group["weight_decay"]
-            if back:
-                factor_back, scale_back = -factor / scale, 1 / scale
-                add(self._views(some), momenta, factor_back, scale=scale_back, foreach=self._foreach(some))
-            else:
-                add(self._views(some), momenta, factor, scale=scale, foreach=self._foreach(some))
+        share = weight_in_average(state.updates, options["averaging"])
+        x = here.x
+        for average, previous, a in zip(self._vector("average"), self._vector("previous"), x, strict=True):
+            average.lerp_(a, share)
+            previous.copy_(a)
+        if decay:
+            x = [a.clone() for a in x]
+            here.space.scale(x, {p: 1 - state.step_size * decays[p] for p in here.space.params})
+        x = [torch.add(a, b, alpha=-state.step_size / weight / unit) for a, b in zip(x, d, strict=True)]
+        here.space.put(x)
+        metric = self._metric()
+        if isinstance(metric, RMS):
+            for v, g in zip(self._vector("squares"), now.g, strict=True):
+                v.mul_(metric.decay).addcmul_(g, g)
+        return state, here._replace(x=x)
 
     # Evaluating -------------------------------------------------------------------------------------------------------
 
-    def _again(self, rule: Rule, closure: Callable[[], Any]) -> _Evaluation:
-        """Evaluate the same batch where the parameters are now."""
-        rule.evaluations += 1
-        self._clear()
+    def _evaluate(self, here: _Here, closure: Callable[[], Any]) -> _Evaluation:
+        """Evaluate the same batch where the parameters are now, in the metric of this step."""
+        self._begin_call(self._unit())
         with self._rerun.again(), torch.enable_grad():
             result = closure()
-        return self._measure(result)
+        return self._measure(here, result)
 
-    def _clear(self) -> None:
-        """Gradients of another point must neither be added to nor, being kept, be written to."""
-        for p in self._all():
-            p.grad = None
-        self._watched().reset()
+    def _go_to(self, here: _Here, now: _Evaluation) -> None:
+        """Back to this point, with its gradient in ``.grad``."""
+        here.space.put(here.x)
+        here.space.put_gradients(now.g, self._factor())
 
-    def _measure(self, result: Any) -> _Evaluation:
-        loss = _loss(result) * self._sign
-        params = [p for p in self._all() if p.grad is not None]
-        if not params:
-            raise RuntimeError("the closure left no gradient in any parameter: it has to call backward() itself")
-        _refuse_sparse(params)
-        device, ranks = params[0].device, self._data_parallel()
-        found = self._watched().contributions(params, device, scalar_dtype(device))
-        self._watched().reset()
-        k = found.k * ranks.count
+    def _begin_call(self, unit: float | None) -> None:
+        self._watched().begin(math.copysign(1.0, self._factor()), unit)
+
+    def _measure(self, here: _Here, result: Any) -> _Evaluation:
+        loss = _loss(result) * math.copysign(1.0, self._factor())
+        _refuse_sparse(here.space.params)
+        found, world = self._watched().found(here.space), self._world()
+        k = found.passes * world.ranks
         if k < 2:
             raise RuntimeError(
-                f"SGDOLFree needs at least two independent gradients per step, the closure ran backward() {found.k} "
-                "time(s). Split the batch: for x, y in zip(inputs.chunk(2), targets.chunk(2)): "
+                f"SGDOLFree needs at least two independent gradients per step, the closure ran backward() "
+                f"{found.passes} time(s). Split the batch: for x, y in zip(inputs.chunk(2), targets.chunk(2)): "
                 "(loss_fn(model(x), y) / 2).backward()"
             )
-        n, q, loss = self._over_ranks(found.n.sum(), found.q.sum(), loss, ranks, found.k)
-        return _Evaluation(loss, symmetric_signal(n, q, k), n, k)
+        assert found.squares is not None
+        g = found.g
+        n = dot(g, here.sharp(g))
+        q = total(found.squares) if here.inverse is None else dot(found.squares, here.inverse)
+        unit = self._unit()
+        if world.ranks == 1:
+            nn, qq = numbers(n, q)
+        else:  # n is that of the mean gradient, which every rank has; Q and the loss in one all-reduce
+            own = torch.stack([q.double(), q.new_tensor(loss, dtype=torch.float64)]).unsqueeze(1)
+            _, own = world.share(here.space.params[:1], own[:0], own, found.passes)
+            nn, qq, loss = numbers(n, own[0, 0], own[1, 0] / world.ranks)
+        return _Evaluation(loss, g, _root(nn) / unit, _root(qq) / unit, k)
 
-    @staticmethod
-    def _over_ranks(n: Tensor, q: Tensor, loss: float, ranks: Ranks, passes: int) -> tuple[float, float, float]:
-        """N of the mean gradient, which every rank has; Q and the loss over all ranks, in one all-reduce."""
-        if ranks.count == 1:
-            return (*numbers(n, q), loss)  # type: ignore[return-value]
-        total = ranks.sum_of_squares(torch.stack([q, q.new_tensor(loss * ranks.count)]), passes)
-        return tuple(numbers(n, *total.unbind()))  # type: ignore[return-value]
+    # Numbers and vectors ----------------------------------------------------------------------------------------------
 
-    # Vectors ----------------------------------------------------------------------------------------------------------
+    def _rule(self) -> State:
+        return State(**self.param_groups[0].get("rule", {}))
+
+    def _keep_rule(self, state: State, k: int) -> None:
+        rule = state._asdict()
+        for group in self.param_groups:
+            group["rule"] = rule
+            group["gradients"] = k
+            group["step_size"] = state.step_size or group["step_size"]
+
+    def _unit(self) -> float:
+        """What vectors of gradients are multiplied by: 1, or a power of two if their squares would leave the range."""
+        unit: float = self.param_groups[0].get("unit", 1.0)
+        return unit
+
+    def _factor(self) -> float:
+        """The same, negative to ascend."""
+        return -self._unit() if self.param_groups[0]["maximize"] else self._unit()
+
+    def _norm(self, here: _Here, g: Vector) -> float:
+        """||g|| of a vector of gradients: in D^-1."""
+        return _root(numbers(dot(g, here.sharp(g)))[0]) / self._unit()
+
+    def _metric(self) -> Any:
+        return metrics.get(self.param_groups[0]["metric"])
 
     def _all(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _taking_part(self) -> list[Tensor]:
-        """Parameters that move: those with a gradient now, or with a momentum from before."""
-        return [
-            p for p in self._all() if p.requires_grad and (p.grad is not None or "momentum" in self.state.get(p, ()))
-        ]
+    def _taking_part(self) -> Space:
+        """The parameters that move: those with a gradient now, or with a momentum from before."""
+        params = [p for p in self._all() if p.requires_grad and (p.grad is not None or p in self.state)]
+        if not any(p.grad is not None for p in params):
+            raise RuntimeError("the closure left no gradient in any parameter: it has to call backward() itself")
+        if self._space is None or set(self._space.params) != set(params):
+            self._space, self._vectors = Space(params), {}
+        return self._space
 
-    def _views(self, params: list[Tensor]) -> list[Tensor]:
-        return [real_view(p.detach()) for p in params]
+    def _vector(self, name: str) -> Vector:
+        """A vector that is kept; each parameter's state holds its part of it."""
+        if name not in self._vectors:
+            space = self._space
+            assert space is not None
+            start = space.point() if name in ("average", "previous") else space.zeros()
+            for p, piece in space.pieces(start):
+                if name in self.state[p]:
+                    piece.copy_(self.state[p][name])
+                self.state[p][name] = piece
+            self._vectors[name] = start
+        return self._vectors[name]
 
-    def _gradients(self, params: list[Tensor]) -> list[Tensor]:
-        return [
-            torch.zeros_like(real_view(p), dtype=wide_dtype(p.dtype))
-            if p.grad is None
-            else real_gradient(p.grad).to(wide_dtype(p.dtype))
-            for p in params
-        ]
+    def _watched(self) -> Contributions:
+        if self._contributions is None or self._finder is None:
+            self._finder = Finder(self._all(), True, self)
+            self._contributions = Contributions(self._all(), self._finder)
+        return self._contributions
 
-    def _keep(self, params: list[Tensor]) -> _Kept:
-        wide = [v.to(wide_dtype(v.dtype), copy=True) for v in self._views(params)]
-        return _Kept(wide, [g.clone() for g in self._gradients(params)])
-
-    def _put(self, params: list[Tensor], point: list[Tensor]) -> None:
-        for p, x in zip(self._views(params), point, strict=True):
-            p.copy_(x)
-
-    def _put_back(self, params: list[Tensor], kept: _Kept) -> None:
-        self._put(params, kept.x)
-        for p, g in zip(params, kept.g, strict=True):
-            grad = g.to(real_view(p).dtype)
-            p.grad = torch.view_as_complex(grad) if p.is_complex() else grad
-
-    def _momentum(self, p: Tensor) -> Tensor:
-        return self._vector(p, "momentum", torch.zeros_like)
-
-    def _average(self, p: Tensor) -> Tensor:
-        return self._vector(p, "average", torch.clone)
-
-    def _vector(self, p: Tensor, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
-        state = self.state[p]
-        if name not in state:
-            x = real_view(p.detach())
-            state[name] = make(x.to(wide_dtype(x.dtype)))
-        return state[name]
-
-    def _foreach(self, params: list[Tensor]) -> bool:
-        wanted = self.defaults["foreach"]
-        return all(p.device.type != "cpu" for p in params) if wanted is None else wanted
-
-    @property
-    def _sign(self) -> float:
-        return -1.0 if self.defaults["maximize"] else 1.0
-
-    def _decay(self) -> float:
-        return max(float(group["weight_decay"]) for group in self.param_groups)
-
-    def _watched(self) -> BackwardPasses:
-        if self._passes is None:
-            self._passes = BackwardPasses(self._all(), "norms")
-        else:
-            self._passes.watch(self._all())
-        return self._passes
-
-    def _data_parallel(self) -> Ranks:
-        if self._ranks is None:
-            self._ranks = Ranks(self._all(), self)
-        return self._ranks
+    def _world(self) -> World:
+        self._watched()
+        assert self._finder is not None
+        return self._finder.world
 
     # Misuse -----------------------------------------------------------------------------------------------------------
 
-    def _refuse_another_batch(self, kept: _Kept, params: list[Tensor], norm: float) -> None:
-        difference = [a - b for a, b in zip(kept.g, self._gradients(params), strict=True)]
-        share = math.sqrt(numbers(inner(difference, difference))[0]) / norm
-        allowed = max(_tolerance(p) for p in params)
+    def _refuse_another_batch(self, here: _Here, now: _Evaluation, again: _Evaluation) -> None:
+        share = self._norm(here, _difference(now.g, again.g)) / now.norm
+        allowed = max(_tolerance(p) for p in here.space.params)
         if not share <= allowed:
             raise RuntimeError(
                 "the closure does not evaluate the same batch each time: called twice at the same point, with the same "
@@ -501,43 +556,118 @@ class SGDOLFree(Optimizer):
                 "outside too"
             )
 
-    def _remember_where(self) -> None:
-        largest = set(sorted(self._all(), key=Tensor.numel)[-WATCHED:])
-        self._left = {p: (p._version, _entries(p) if p in largest else None) for p in self._all()}
+    def _remember_where(self, here: _Here) -> None:
+        x = here.space.point() if here.space.narrow else here.x
+        self._left = (here.space, [p._version for p in here.space.params], _samples(x))
 
-    def _refuse_moved(self) -> None:
-        for index, p in enumerate(self._all()):
-            version, entries = self._left.get(p, (p._version, None))
-            if version != p._version or (entries is not None and not torch.equal(entries, _entries(p))):
-                raise RuntimeError(
-                    f"parameter {index} of shape {tuple(p.shape)} was changed by something else since the last step of "
-                    "SGDOLFree, which compares points and would be misled. If that was on purpose, say so: "
-                    "opt.moved() after clipping or projecting, opt.restart() after loading other weights"
-                )
+    def _refuse_moved(self, here: _Here) -> None:
+        if self._left is None:
+            return
+        space, versions, samples = self._left
+        params = space.params
+        index = next((i for i, p in enumerate(params) if p._version != versions[i]), None)
+        if index is None:
+            x = here.x if space is here.space else space.point()
+            if all(torch.equal(a, b) for a, b in zip(_samples(x), samples, strict=True)):
+                return
+        where = "a parameter" if index is None else f"a parameter of shape {tuple(params[index].shape)}"
+        raise RuntimeError(
+            f"{where} was changed by something else since the last step of SGDOLFree, which compares points and would "
+            "be misled. If that was on purpose, say so: opt.moved() after clipping or projecting, opt.restart() after "
+            "loading other weights"
+        )
 
     # Saving and loading -----------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that ``state_dict()`` returned, exactly."""
-        for index, group in enumerate(state_dict["param_groups"]):
-            if "averaging" not in group:
-                raise ValueError(f"state_dict was not saved by SGDOLFree: its group {index} has only {sorted(group)}")
-        super().load_state_dict(state_dict)
+        """Load a state that ``state_dict()`` returned, exactly; or one that version 0.1 saved, in Euclid's norm."""
+        state_dict = _of_this_version(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        _refuse_other_shapes(saved, state_dict["state"], self._all())
+        super().load_state_dict(state_dict)
         for index, p in zip(saved, self._all(), strict=True):
             # torch casts floating-point state to the parameter's type, which would round that of narrow parameters
             for key, value in state_dict["state"].get(index, {}).items():
                 self.state[p][key] = value.detach().to(device=p.device, copy=True)
-        self._left = {}
+        self._prepare()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_settings": self._settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.param_groups = [_Group(group) for group in self.param_groups]
         if "defaults" in state:  # unpickled or copied: new parameters, which nobody watches yet
-            self._passes, self._ranks, self._rerun, self._left = None, None, Rerun(), {}
-            self._watched()
+            self._prepare()
+
+
+def _of_this_version(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state, with what version 0.1 saved in today's words."""
+    groups = []
+    for index, group in enumerate(state_dict["param_groups"]):
+        if "averaging" not in group:
+            raise ValueError(f"state_dict was not saved by SGDOLFree: its group {index} has only {sorted(group)}")
+        groups.append({**group})
+    state = {index: {**vectors} for index, vectors in state_dict["state"].items()}
+    for group in groups:
+        if "metric" in group:
+            continue
+        group["metric"] = "euclidean"
+        if "rule" not in group:
+            continue
+        group["rule"] = _rule_of_version_0_1(group["rule"])
+        if group["maximize"]:
+            for index in group["params"]:
+                if "momentum" in state.get(index, {}):
+                    state[index]["momentum"] = -state[index]["momentum"]
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _rule_of_version_0_1(old: dict[str, Any]) -> dict[str, Any]:
+    """What was learned, in the units that are used now. The last step is forgotten: its start was not saved."""
+    alpha, weight = old["alpha"] or 1.0, old["curvature_weight"] or 1.0
+    count = math.sqrt(old["updates"] + 1.0)
+    kept = State(**{name: old[name] for name in State._fields if name in old})
+    learned = kept._replace(
+        first_norm=math.sqrt(old["alpha"]),
+        signal=old["signal"] / alpha,
+        noise=old["noise"] / alpha,
+        signal_root=math.sqrt(old["signal_squares"]) / alpha,
+        recent_signal=old["recent_signal"] / alpha,
+        recent_noise=old["recent_noise"] / alpha,
+        curvature=math.sqrt(old["curvature_squares"] / weight),
+        stiffness=math.sqrt(old["norm_squares"] / weight),
+        curvature_weight=weight * count,
+        step_size=0.0,
+    )
+    return learned._asdict()
+
+
+def _refuse_other_shapes(saved: list[Any], state: dict[Any, dict[str, Tensor]], params: list[Tensor]) -> None:
+    for index, p in zip(saved, params, strict=False):
+        for name, value in state.get(index, {}).items():
+            if value.shape != real_view(p).shape:
+                raise ValueError(
+                    f"state_dict does not fit: {name} of parameter {index} has shape {tuple(value.shape)}, the "
+                    f"parameter {tuple(p.shape)}"
+                )
+
+
+def _geometric_sum(ratio: float, count: int) -> float:
+    """1 + ratio + ... + ratio^(count - 1)."""
+    return float(count) if ratio == 1 else (1 - ratio**count) / (1 - ratio)
+
+
+def _root(square: float) -> float:
+    return math.sqrt(square) if square >= 0 else math.nan
+
+
+def _difference(a: Vector, b: Vector) -> Vector:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def _samples(x: Vector) -> Vector:
+    return [flat[:: max(1, flat.numel() // SAMPLED)].clone() for flat in x]
 
 
 def _loss(result: Any) -> float:
@@ -546,11 +676,6 @@ def _loss(result: Any) -> float:
     if isinstance(result, Real) and not isinstance(result, bool):
         return float(result)
     raise TypeError(f"the closure must return the loss of the batch, a number or a tensor with one, got {result!r}")
-
-
-def _entries(p: Tensor) -> Tensor:
-    flat = p.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // ENTRIES)].clone()
 
 
 def _tolerance(p: Tensor) -> float:
@@ -568,12 +693,6 @@ def _refuse_sparse(params: list[Tensor]) -> None:
             )
 
 
-def _quotient(numerator: float, denominator: float) -> float:
-    if denominator == 0:
-        return math.nan if numerator == 0 else math.copysign(math.inf, numerator)
-    return numerator / denominator
-
-
 def _check(name: str, value: Any, allowed: Callable[[Any], Any], sentence: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, {sentence}, got {value!r}")
@@ -585,6 +704,10 @@ def _check_options(options: dict[str, Any]) -> None:
     _check("momentum", options["momentum"], lambda v: 0 <= v < 1, "at least 0 and less than 1")
     _check("averaging", options["averaging"], lambda v: v >= 0, "at least 0 and finite")
     _check("weight_decay", options["weight_decay"], lambda v: v >= 0, "at least 0 and finite")
+    if not isinstance(metrics.get(options["metric"]), RMS | Euclidean):
+        raise TypeError(
+            f"SGDOLFree's metric must be Euclidean, RMS or AdaGrad of sgdol.metrics, got {options['metric']!r}"
+        )
     if not isinstance(options["maximize"], bool):
         raise TypeError(f"maximize must be True or False, got {options['maximize']!r}")
     if options["foreach"] not in (None, True, False):

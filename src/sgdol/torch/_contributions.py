@@ -1,0 +1,166 @@
+"""The backward passes in one call of a closure, each of them one independent gradient, as vectors.
+
+Whoever calls the closure knows where its passes begin and end, so that nothing has to be measured while they run: what
+a pass has added to ``.grad`` is seen at its end. Where ranks average their gradients that is not what this rank had,
+and the hooks in front of the gradient accumulators keep it. Memory: one vector while there are two passes, two while
+there are more; with ranks, the rank's own gradients for as long as a backward runs.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sgdol.torch._tensors import wide_dtype
+from sgdol.torch._vectors import Space, Vector, largest
+from sgdol.torch._world import Finder, Tap
+
+__all__ = ["Contributions", "Found"]
+
+
+class Found(NamedTuple):
+    """What one call of the closure left on this rank."""
+
+    passes: int
+    g: Vector
+    """The sum of the contributions: what is in ``.grad``, times the factor."""
+    squares: Vector | None
+    """The sum of the squares of this rank's own contributions, coordinate by coordinate; None if there is only one."""
+
+
+class _Listener:
+    """What one parameter's hook calls; does not keep the recorder alive."""
+
+    __slots__ = ("_index", "_recorder")
+
+    def __init__(self, recorder: Contributions, index: int) -> None:
+        self._recorder = weakref.ref(recorder)
+        self._index = index
+
+    def arrived(self, gradient: Tensor) -> None:
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder._arrived(self._index, gradient)
+
+    def begun(self) -> None:
+        """Of sharded parameters, which are refused."""
+
+    reduced = begun
+
+
+class Contributions:
+    """Watches parameters and sums up what backward passes bring them, times :attr:`factor`.
+
+    Args:
+        params: the parameters.
+        finder: knows how gradients arrive.
+    """
+
+    def __init__(self, params: list[Tensor], finder: Finder) -> None:
+        self._params = params
+        self._finder = finder
+        self.factor = 1.0
+        self._taps = [Tap() for _ in params]
+        self._listeners = [_Listener(self, index) for index in range(len(params))]
+        self._space: Space | None = None
+        self.begin(1.0, 1.0)
+        weakref.finalize(self, _remove, self._taps)
+
+    def begin(self, sign: float, unit: float | None) -> None:
+        """The closure is about to be called: forget what was before, gradients included.
+
+        Args:
+            sign: of the factor.
+            unit: its size; None to choose it by the first pass's gradient.
+        """
+        world = self._finder.world
+        for p, tap, listener in zip(self._params, self._taps, self._listeners, strict=True):
+            p.grad = None
+            world.tap(p, tap, listener)
+        self._sign, self._chooses, self.factor = sign, unit is None, sign * (unit or 1.0)
+        self._own_only = world.ranks > 1
+        self._counts = [0] * len(self._params)
+        self._running: set[int] = set()
+        self._own: dict[Tensor, Tensor] = {}
+        self._last: tuple[Space, Vector] | None = None
+        self._squares: tuple[Space, Vector] | None = None
+
+    def found(self, space: Space) -> Found:
+        """What the passes have brought the parameters of this space."""
+        g = space.gradients(self.factor)
+        squares = None if self._squares is None else space.taken_from(*self._squares)
+        if squares is not None and self._last is not None:
+            last = space.taken_from(*self._last)
+            if not all(torch.equal(a, b) for a, b in zip(g, last, strict=True)):
+                space.rescale(squares, last, g)
+        return Found(max(self._counts), g, squares)
+
+    @torch.no_grad()
+    def _arrived(self, index: int, gradient: Tensor) -> None:
+        """One parameter's gradient arrives in the backward that runs now, and is about to be accumulated."""
+        self._counts[index] += 1
+        task = torch._C._current_graph_task_id()
+        if task not in self._running:
+            self._running.add(task)
+            # DistributedDataParallel queues its wait for the all-reduce in the middle of backward: a callback that is
+            # queued by a callback runs after it.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(lambda: self._close(task)))
+        if self._own_only:
+            p = self._params[index]
+            before = self._own.get(p)
+            self._own[p] = gradient.to(wide_dtype(gradient.dtype), copy=True) if before is None else before + gradient
+
+    @torch.no_grad()
+    def _close(self, task: int) -> None:
+        """The end of a backward, after the ranks' gradients have been averaged."""
+        self._running.discard(task)
+        params = [p for p in self._params if p.grad is not None]
+        if not params or any(p.grad.layout != torch.strided for p in params):  # type: ignore[union-attr]
+            return
+        if self._space is None or self._space.given != params:
+            self._space = Space(params)
+        space = self._space
+        now = space.gradients(1.0)
+        if self._chooses and self._last is None:
+            self.factor = self._sign * _unit(now)
+        if self.factor != 1.0:
+            now = [x.mul_(self.factor) for x in now]
+        before = None if self._last is None else space.taken_from(*self._last)
+        if self._own_only:
+            own = [x.mul_(self.factor) for x in space.collect(self._own_of)]
+            self._own = {}
+            self._add(space, own)
+        elif before is not None:
+            if self._squares is None:
+                self._add(space, before)
+            self._add(space, [a - b for a, b in zip(now, before, strict=True)])
+        self._last = (space, now)
+
+    def _own_of(self, p: Tensor) -> Tensor:
+        own = self._own.get(p)
+        return torch.zeros_like(p) if own is None else own
+
+    def _add(self, space: Space, c: Vector) -> None:
+        if self._squares is None:
+            self._squares = (space, [x * x for x in c])
+            return
+        squares = space.taken_from(*self._squares)
+        self._squares = (space, [q.addcmul_(x, x) for q, x in zip(squares, c, strict=True)])
+
+
+def _unit(g: Vector) -> float:
+    """1, or a power of two that brings gradients to about 1 if their squares would leave the range of their type."""
+    top = largest(g)
+    bound = min(math.frexp(torch.finfo(x.dtype).max)[1] for x in g) // 4
+    exponent = math.frexp(top)[1] if math.isfinite(top) else 0
+    return 1.0 if abs(exponent) <= bound else 2.0**-exponent
+
+
+def _remove(taps: list[Tap]) -> None:
+    for tap in taps:
+        tap.remove()
