@@ -515,9 +515,10 @@ class SGDOLFree(Optimizer):
         params = [p for p in self._all() if p.requires_grad and (p.grad is not None or p in self.state)]
         if not any(p.grad is not None for p in params):
             raise RuntimeError("the closure left no gradient in any parameter: it has to call backward() itself")
-        if self._space is None or set(self._space.params) != set(params):
-            self._space, self._vectors = Space(params), {}
-        return self._space
+        space = self._watched().space_of(params)
+        if space is not self._space:
+            self._space, self._vectors = space, {}
+        return space
 
     def _vector(self, name: str) -> Vector:
         """A vector that is kept; each parameter's state holds its part of it."""

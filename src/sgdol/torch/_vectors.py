@@ -19,6 +19,9 @@ __all__ = ["Space", "Vector", "dot", "largest", "norm", "numbers", "total"]
 
 Vector = list[Tensor]
 
+FEW = 64
+"""How many coordinates of a gradient are compared to notice that it was rescaled."""
+
 TINY, HUGE = 1e-140, 1e140
 """Norms whose squares are safe in float64."""
 
@@ -75,7 +78,6 @@ class _Kind:
         self.dtype = wide_dtype(params[0].dtype)
         self.shapes = [real_view(p).shape for p in params]
         self.sizes = [shape.numel() for shape in self.shapes]
-        self.counts = torch.tensor(self.sizes, dtype=self.dtype, device=params[0].device)
         self._pointers: list[int] = []
         self._flat: list[Tensor] = []
 
@@ -102,8 +104,12 @@ class _Kind:
                 pieces.append(real_gradient(grad))
         return self.gather(pieces)
 
-    def split(self, flat: Tensor) -> list[Tensor]:
-        return list(flat.split(self.sizes))
+    def split(self, flat: Tensor) -> Sequence[Tensor]:
+        return torch.split_with_sizes(flat, self.sizes)
+
+    def sums(self, flat: Tensor) -> list[float]:
+        """The sum over each parameter, of coordinates that are not negative."""
+        return torch.stack(torch._foreach_norm(self.split(flat), 1)).tolist()
 
     def scatter(self, flat: Tensor) -> None:
         targets = self.flat()
@@ -140,6 +146,16 @@ class Space:
         """What is in ``.grad``, 0 where nothing is, times a factor: a copy."""
         found = [kind.gradients() for kind in self._kinds]
         return found if factor == 1.0 else [g.mul_(factor) for g in found]
+
+    def few_gradients(self, v: Vector) -> tuple[Tensor, Tensor]:
+        """A few coordinates of a vector, and what is in ``.grad`` there now: of the largest parameter."""
+        kind = self._kinds[0]
+        place = kind.sizes.index(max(kind.sizes))
+        start = sum(kind.sizes[:place])
+        grad = kind.params[place].grad
+        assert grad is not None
+        piece = real_gradient(grad).reshape(-1)[:FEW].to(kind.dtype)
+        return v[0][start : start + piece.numel()], piece
 
     def put(self, x: Vector) -> None:
         """Move the parameters there."""
@@ -202,16 +218,19 @@ class Space:
     def inverse_diagonal(self, metric: RMS, squares: Vector | None, weight: float, g: Vector) -> Vector:
         """1/D, from the weighted sums of the past squares and of the weights; without a past, from this gradient.
 
-        With the coefficients of :meth:`sgdol.metrics.RMS.coefficients`, which stay on the device.
+        With the coefficients of :meth:`sgdol.metrics.RMS.coefficients`.
         """
         seen = [x * x for x in g] if squares is None else squares
-        parts = list(zip(self._kinds, seen, strict=True))
-        sums = [torch.stack(torch._foreach_norm(kind.split(v), 1)) for kind, v in parts]
-        overall = _sum([s.sum() for s in sums]) / (self.size * (weight or 1.0))
+        sums = [kind.sums(v) for kind, v in zip(self._kinds, seen, strict=True)]
+        share = self.size / (sum(map(sum, sums)) or 1.0)
+        # The coefficients for an overall mean of 1, of tensors whose own mean is 1 and 0: between them D^2 is linear.
+        a, c = metric.coefficients(weight, Means(1.0, 1.0))
+        _, least = metric.coefficients(weight, Means(0.0, 1.0))
+        slope, least, a = c * c - least * least, least * least, a * a * share * (weight or 1.0)
         result = []
-        for (kind, v), s in zip(parts, sums, strict=True):
-            a, c = metric.coefficients(weight, Means(s / (kind.counts * (weight or 1.0)), overall.to(s)))
-            inverse = torch.zeros_like(v) if squares is None else v * (a * a)
-            torch._foreach_add_(kind.split(inverse), list((c * c).unbind()))
+        for kind, v, s in zip(self._kinds, seen, sums, strict=True):
+            inverse = torch.mul(v, 0.0 if squares is None else a)
+            floors = [least + slope * share * x / size if size else 1.0 for x, size in zip(s, kind.sizes, strict=True)]
+            torch._foreach_add_(kind.split(inverse), floors)
             result.append(inverse.rsqrt_())
         return result
