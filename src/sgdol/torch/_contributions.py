@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sgdol.torch._tensors import wide_dtype
-from sgdol.torch._vectors import Space, Vector, largest
+from sgdol.torch._vectors import Space, Vector, largest, multiply
 from sgdol.torch._world import Finder, Tap, World
 
 __all__ = ["Contributions", "Found"]
@@ -72,16 +72,18 @@ class Contributions:
         self._running: set[int] = set()
         self._taps = [Tap() for _ in params]
         self._space: Space | None = None
-        self.begin(1.0, 1.0)
+        self.begin(1.0, 1.0, "now")
         weakref.finalize(self, _remove, self._taps)
 
-    def begin(self, sign: float, unit: float | None) -> None:
+    def begin(self, sign: float, unit: float | None, name: str) -> None:
         """The closure is about to be called: forget what was before, gradients included.
 
         Args:
             sign: of the factor.
             unit: its size; None to choose it by the first pass's gradient.
+            name: of the memory that what is found will be in.
         """
+        self._name = name
         for p in self._params:
             p.grad = None
         self._attach()
@@ -119,12 +121,12 @@ class Contributions:
         """What the passes have brought the parameters of this space."""
         passes = max(self._counts)
         if self._squares is None or self._last is None:
-            return Found(passes, space.gradients(self.factor), None)
+            return Found(passes, space.gradients(self.factor, self._name), None)
         squares = space.taken_from(*self._squares)
         last = space.taken_from(*self._last)
         if self._last[0] is space and self._untouched():
             return Found(passes, last, squares)
-        g = space.gradients(self.factor)
+        g = space.gradients(self.factor, f"{self._name}, rescaled")
         if not all(torch.equal(a, b) for a, b in zip(g, last, strict=True)):
             space.rescale(squares, last, g)
         return Found(passes, g, squares)
@@ -135,8 +137,7 @@ class Contributions:
         space, last = self._last
         if self._versions != _versions(space.params) or any(x.device.type != "cpu" for x in last):
             return False
-        seen, now = space.few_gradients(last)
-        return torch.equal(seen, now if self.factor == 1.0 else now * self.factor)
+        return space.has_gradient(last, self.factor)
 
     # While a backward runs --------------------------------------------------------------------------------------------
 
@@ -173,20 +174,20 @@ class Contributions:
         if not params or any(p.grad.layout != torch.strided for p in params):  # type: ignore[union-attr]
             return
         space = self.space_of(params)
-        now = space.gradients(1.0)
+        now = space.gradients(1.0, f"{self._name}, {self._passes % 2}")
         if self._chooses and self._last is None:
             self.factor = self._sign * _unit(now)
         if self.factor != 1.0:
             now = [x.mul_(self.factor) for x in now]
         if self._waits:
-            own = [x.mul_(self.factor) for x in space.collect(self._own_of)]
+            own = [x.mul_(self.factor) for x in space.collect(self._own_of, "own")]
             self._own = {}
             self._add(space, own)
         elif self._last is not None:
             before = space.taken_from(*self._last)
             if self._squares is None:
                 self._add(space, before)
-            self._add(space, [a - b for a, b in zip(now, before, strict=True)])
+            self._add(space, [torch.sub(a, b, out=b) for a, b in zip(now, before, strict=True)])
         self._last = (space, now)
         self._versions = _versions(space.params)
 
@@ -196,7 +197,7 @@ class Contributions:
 
     def _add(self, space: Space, c: Vector) -> None:
         if self._squares is None:
-            self._squares = (space, [x * x for x in c])
+            self._squares = (space, multiply(c, c, space.empty("squares")))
             return
         squares = space.taken_from(*self._squares)
         self._squares = (space, [q.addcmul_(x, x) for q, x in zip(squares, c, strict=True)])

@@ -19,7 +19,7 @@ from sgdol.metrics import RMS, Euclidean
 from sgdol.torch._contributions import Contributions
 from sgdol.torch._rerun import Rerun
 from sgdol.torch._tensors import real_view
-from sgdol.torch._vectors import Space, Vector, dot, norm, numbers, total
+from sgdol.torch._vectors import Space, Vector, dot, multiply, norm, numbers, total
 from sgdol.torch._world import Finder, World
 
 __all__ = ["SGDOLFree"]
@@ -57,9 +57,9 @@ class _Here(NamedTuple):
     inverse: Vector | None
     """1/D; None for Euclid's norm."""
 
-    def sharp(self, g: Vector) -> Vector:
-        """From a gradient to a direction: D^-1 g."""
-        return g if self.inverse is None else [a * b for a, b in zip(g, self.inverse, strict=True)]
+    def sharp(self, g: Vector, name: str = "scratch") -> Vector:
+        """From a gradient to a direction: D^-1 g, in the memory of this name, or g itself if D is 1."""
+        return g if self.inverse is None else multiply(g, self.inverse, self.space.empty(name))
 
     def length(self, s: Vector) -> float:
         """||s|| of a difference of points: in D."""
@@ -169,6 +169,7 @@ class SGDOLFree(Optimizer):
         self._space: Space | None = None
         self._vectors: dict[str, Vector] = {}
         self._left: tuple[Space, list[int], Vector] | None = None
+        self._turn = False
 
     # The public face --------------------------------------------------------------------------------------------------
 
@@ -191,7 +192,7 @@ class SGDOLFree(Optimizer):
                 "calls backward() on each and returns the loss. Got closure=None"
             )
         state = self._rule()
-        self._begin_call(None if state.updates == 0 else self._unit())
+        self._begin_call(None if state.updates == 0 else self._unit(), "now")
         with self._rerun.first({p.device for p in self._all()}), torch.enable_grad():
             result = closure()
         here: _Here | None = None
@@ -208,7 +209,7 @@ class SGDOLFree(Optimizer):
                 self._remember_where(here)
             raise
         if now.finite and state.first_norm > 0:
-            state, here = self._move(state, here, now)
+            state = self._move(state, here, now)
         elif not now.finite:
             state = state._replace(skipped=state.skipped + 1)
         self._keep_rule(state, now.k)
@@ -223,7 +224,7 @@ class SGDOLFree(Optimizer):
         :func:`torch.optim.swa_utils.update_bn` inside.
         """
         if self._space is not None:
-            self._refuse_moved(_Here(self._space, self._space.point(), None))
+            self._refuse_moved(self._space, self._space.point("there"))
         pairs = [(p, self.state[p]["average"]) for p in self._all() if "average" in self.state.get(p, {})]
         kept = [p.detach().clone() for p, _ in pairs]
         try:
@@ -235,8 +236,9 @@ class SGDOLFree(Optimizer):
             with torch.no_grad():
                 for (p, _), x in zip(pairs, kept, strict=True):
                     p.copy_(x)
-            if self._left is not None and self._space is not None:
-                self._remember_where(_Here(self._space, self._space.point(), None))
+            if self._left is not None:
+                space, _, left = self._left
+                self._left = (space, _versions(space), left)
 
     def averaged_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """``model.state_dict()`` with the averaged parameters in it: what to save for use. Buffers are the model's.
@@ -328,14 +330,15 @@ class SGDOLFree(Optimizer):
         """The point, the metric there, and what the first call of the closure says."""
         _loss(result)
         space = self._taking_part()
-        here = _Here(space, space.point(), None)
-        self._refuse_moved(here)
+        self._turn = not self._turn  # the memory of the last point is still needed
+        here = _Here(space, space.point(f"x, {self._turn}"), None)
+        self._refuse_moved(space, here.x)
         metric = self._metric()
         if state.updates == 0:
             for group in self.param_groups:
                 group["unit"] = abs(self._watched().factor)
             if isinstance(metric, RMS):
-                inverse = space.inverse_diagonal(metric, None, 0.0, space.gradients(self._factor()))
+                inverse = space.inverse_diagonal(metric, None, 0.0, space.gradients(self._factor(), "g"))
                 here = here._replace(inverse=inverse)
         elif isinstance(metric, RMS):
             weight = _geometric_sum(metric.decay, state.updates)
@@ -358,7 +361,7 @@ class SGDOLFree(Optimizer):
     def _begin(self, state: State, here: _Here, now: _Evaluation, closure: Callable[[], Any]) -> State:
         """The first point: check the closure, and measure M along the gradient by a difference of gradients."""
         self._refuse_another_batch(here, now, self._evaluate(here, closure))
-        direction = here.sharp(now.g)
+        direction = here.sharp(now.g, "direction")
         bracket = free.first_probe(now.norm, here.length(here.x), now.loss, self._settings)
         while not bracket.told and bracket.count < self._settings.probes:
             share = -bracket.length / now.norm / self._unit()
@@ -375,7 +378,7 @@ class SGDOLFree(Optimizer):
     ) -> tuple[State, _Here, _Evaluation]:
         """The loss has jumped: go back to the average if this batch is fine there."""
         here.space.put(self._vector("average"))
-        there = here._replace(x=here.space.point())
+        there = here._replace(x=here.space.point("there"))
         found = self._evaluate(here, closure)
         state = state._replace(evaluations=state.evaluations + 1)
         if found.finite and free.confirms(state, now.loss, found.loss, self._settings):
@@ -402,12 +405,14 @@ class SGDOLFree(Optimizer):
                 state, y_along, _root(yy) / self._unit(), length, q_along / self._unit(), self._settings
             )
         if rejected:
-            return state, before, found
+            for x, start in zip(here.x, before.x, strict=True):
+                x.copy_(start)
+            return state, here, found
         self._go_to(here, now)
         return state, here, now
 
-    def _move(self, state: State, here: _Here, now: _Evaluation) -> tuple[State, _Here]:
-        """Move along the momentum direction, and learn from the gradients. Nothing here calls the closure."""
+    def _move(self, state: State, here: _Here, now: _Evaluation) -> State:
+        """Move along the momentum direction, and learn from the gradients; ``here.x`` goes along. Calls no closure."""
         options = self.param_groups[0]
         beta, unit = options["momentum"], self._unit()
         m = self._vector("momentum")
@@ -428,21 +433,21 @@ class SGDOLFree(Optimizer):
             average.lerp_(a, share)
             previous.copy_(a)
         if decay:
-            x = [a.clone() for a in x]
             here.space.scale(x, {p: 1 - state.step_size * decays[p] for p in here.space.params})
-        x = [torch.add(a, b, alpha=-state.step_size / weight / unit) for a, b in zip(x, d, strict=True)]
+        for a, b in zip(x, d, strict=True):
+            a.add_(b, alpha=-state.step_size / weight / unit)
         here.space.put(x)
         metric = self._metric()
         if isinstance(metric, RMS):
             for v, g in zip(self._vector("squares"), now.g, strict=True):
                 v.mul_(metric.decay).addcmul_(g, g)
-        return state, here._replace(x=x)
+        return state
 
     # Evaluating -------------------------------------------------------------------------------------------------------
 
     def _evaluate(self, here: _Here, closure: Callable[[], Any]) -> _Evaluation:
         """Evaluate the same batch where the parameters are now, in the metric of this step."""
-        self._begin_call(self._unit())
+        self._begin_call(self._unit(), "again")
         with self._rerun.again(), torch.enable_grad():
             result = closure()
         return self._measure(here, result)
@@ -452,8 +457,8 @@ class SGDOLFree(Optimizer):
         here.space.put(here.x)
         here.space.put_gradients(now.g, self._factor())
 
-    def _begin_call(self, unit: float | None) -> None:
-        self._watched().begin(math.copysign(1.0, self._factor()), unit)
+    def _begin_call(self, unit: float | None, name: str) -> None:
+        self._watched().begin(math.copysign(1.0, self._factor()), unit, name)
 
     def _measure(self, here: _Here, result: Any) -> _Evaluation:
         loss = _loss(result) * math.copysign(1.0, self._factor())
@@ -525,10 +530,12 @@ class SGDOLFree(Optimizer):
         if name not in self._vectors:
             space = self._space
             assert space is not None
-            start = space.point() if name in ("average", "previous") else space.zeros()
+            start = space.zeros()
             for p, piece in space.pieces(start):
                 if name in self.state[p]:
                     piece.copy_(self.state[p][name])
+                elif name in ("average", "previous"):
+                    piece.copy_(real_view(p))
                 self.state[p][name] = piece
             self._vectors[name] = start
         return self._vectors[name]
@@ -558,24 +565,22 @@ class SGDOLFree(Optimizer):
             )
 
     def _remember_where(self, here: _Here) -> None:
-        x = here.space.point() if here.space.narrow else here.x
-        self._left = (here.space, [p._version for p in here.space.params], _samples(x))
+        x = here.space.point("left") if here.space.narrow else here.x
+        self._left = (here.space, _versions(here.space), _samples(here.space, x))
 
-    def _refuse_moved(self, here: _Here) -> None:
+    def _refuse_moved(self, space: Space, x: Vector) -> None:
         if self._left is None:
             return
-        space, versions, samples = self._left
-        params = space.params
-        index = next((i for i, p in enumerate(params) if p._version != versions[i]), None)
-        if index is None:
-            x = here.x if space is here.space else space.point()
-            if all(torch.equal(a, b) for a, b in zip(_samples(x), samples, strict=True)):
-                return
-        where = "a parameter" if index is None else f"a parameter of shape {tuple(params[index].shape)}"
+        was_in, versions, left = self._left
+        if was_in is not space:
+            space, x = was_in, was_in.point("there")
+        now = zip(_samples(space, x), left, strict=True)
+        if versions == _versions(space) and all(torch.equal(a, b) for a, b in now):
+            return
         raise RuntimeError(
-            f"{where} was changed by something else since the last step of SGDOLFree, which compares points and would "
-            "be misled. If that was on purpose, say so: opt.moved() after clipping or projecting, opt.restart() after "
-            "loading other weights"
+            "the parameters were changed by something else since the last step of SGDOLFree, which compares points and "
+            "would be misled. If that was on purpose, say so: opt.moved() after clipping or projecting, opt.restart() "
+            "after loading other weights"
         )
 
     # Saving and loading -----------------------------------------------------------------------------------------------
@@ -667,8 +672,14 @@ def _difference(a: Vector, b: Vector) -> Vector:
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
-def _samples(x: Vector) -> Vector:
-    return [flat[:: max(1, flat.numel() // SAMPLED)].clone() for flat in x]
+def _versions(space: Space) -> list[int]:
+    """How often the parameters were written to, of a model that is too large to be compared whole."""
+    return [] if space.keeps else [p._version for p in space.params]
+
+
+def _samples(space: Space, x: Vector) -> Vector:
+    """The point itself, whose memory is kept, or a few coordinates of a large one."""
+    return x if space.keeps else [flat[:: max(1, flat.numel() // SAMPLED)].clone() for flat in x]
 
 
 def _loss(result: Any) -> float:
