@@ -24,8 +24,10 @@ from sgdol.torch._world import Finder, World
 
 __all__ = ["SGDOLFree"]
 
-SAMPLED = 2048
-"""About how many coordinates are compared to notice that somebody else moved them."""
+WHOLE = 1 << 14
+SAMPLED = 256
+"""A point of at most so many coordinates is compared whole, of a larger one about so many of them, to notice that
+somebody else has moved it."""
 
 SHARED = ("momentum", "averaging", "metric", "maximize", "foreach")
 """Options that are the same for all parameter groups: there is one point, one direction, one norm."""
@@ -63,7 +65,14 @@ class _Here(NamedTuple):
 
     def length(self, s: Vector) -> float:
         """||s|| of a difference of points: in D."""
-        return norm(s if self.inverse is None else [a * b.rsqrt() for a, b in zip(s, self.inverse, strict=True)])
+        if self.inverse is not None:
+            roots = zip(s, self.inverse, self.space.empty("scratch"), strict=True)
+            s = [torch.rsqrt(inverse, out=out).mul_(a) for a, inverse, out in roots]
+        return norm(s)
+
+    def difference(self, a: Vector, b: Vector, name: str) -> Vector:
+        """The difference, in the memory of this name."""
+        return [torch.sub(x, y, out=z) for x, y, z in zip(a, b, self.space.empty(name), strict=True)]
 
 
 class _Group(dict[str, Any]):
@@ -367,7 +376,7 @@ class SGDOLFree(Optimizer):
             share = -bracket.length / now.norm / self._unit()
             here.space.put([torch.add(x, d, alpha=share) for x, d in zip(here.x, direction, strict=True)])
             probed = self._evaluate(here, closure)
-            change = self._norm(here, _difference(probed.g, now.g)) / now.norm if probed.finite else math.inf
+            change = self._norm(here, here.difference(probed.g, now.g, "y")) / now.norm if probed.finite else math.inf
             bracket = free.next_probe(bracket, change, self._settings)
         self._go_to(here, now)
         state = state._replace(evaluations=state.evaluations + 1 + bracket.count)
@@ -396,10 +405,11 @@ class SGDOLFree(Optimizer):
         state = state._replace(evaluations=state.evaluations + 1)
         rejected = False
         if found.finite:
-            s, y = _difference(here.x, before.x), _difference(now.g, found.g)
+            s, y = here.difference(here.x, before.x, "s"), here.difference(now.g, found.g, "y")
             length = here.length(s)
-            along = [a / length for a in s] if length > 0 else s
-            y_along, q_along, yy = numbers(dot(y, along), dot(found.g, along), dot(y, here.sharp(y)))
+            for along in s if length > 0 else ():
+                along.div_(length)
+            y_along, q_along, yy = numbers(dot(y, s), dot(found.g, s), dot(y, here.sharp(y)))
             y_along = y_along / self._unit() if now.finite else math.nan
             state, rejected = free.look_back(
                 state, y_along, _root(yy) / self._unit(), length, q_along / self._unit(), self._settings
@@ -554,7 +564,7 @@ class SGDOLFree(Optimizer):
     # Misuse -----------------------------------------------------------------------------------------------------------
 
     def _refuse_another_batch(self, here: _Here, now: _Evaluation, again: _Evaluation) -> None:
-        share = self._norm(here, _difference(now.g, again.g)) / now.norm
+        share = self._norm(here, here.difference(now.g, again.g, "y")) / now.norm
         allowed = max(_tolerance(p) for p in here.space.params)
         if not share <= allowed:
             raise RuntimeError(
@@ -668,18 +678,14 @@ def _root(square: float) -> float:
     return math.sqrt(square) if square >= 0 else math.nan
 
 
-def _difference(a: Vector, b: Vector) -> Vector:
-    return [x - y for x, y in zip(a, b, strict=True)]
-
-
 def _versions(space: Space) -> list[int]:
     """How often the parameters were written to, of a model that is too large to be compared whole."""
-    return [] if space.keeps else [p._version for p in space.params]
+    return [] if space.size <= WHOLE else [p._version for p in space.params]
 
 
 def _samples(space: Space, x: Vector) -> Vector:
     """The point itself, whose memory is kept, or a few coordinates of a large one."""
-    return x if space.keeps else [flat[:: max(1, flat.numel() // SAMPLED)].clone() for flat in x]
+    return x if space.size <= WHOLE else [flat[:: max(1, flat.numel() // SAMPLED)].clone() for flat in x]
 
 
 def _loss(result: Any) -> float:
