@@ -33,10 +33,11 @@ test-slow: setup  ## the tests that take minutes
 docs: setup  ## the site, into docs/_build/html; runs the gallery
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
-lint: setup  ## ruff, mypy and the import contract
+lint: setup  ## ruff, mypy, pyright and the import contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/basedpyright --level error
 	$(BIN)/lint-imports
 
 bench: setup  ## cost against torch.optim.SGD, on one thread; writes benchmarks/results/

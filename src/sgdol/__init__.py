@@ -17,20 +17,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "free": None,
-    "jax": "jax",
-    "learners": None,
-    "metrics": None,
-    "paper": "paper",
-    "reference": None,
-    "reference_free": None,
-    "surrogate": None,
-    "theory": None,
-    "torch": "torch",
-    "trainers": "trainers",
-}
-"""Modules, and the extra that each of them needs."""
+_MODULES = (
+    "free",
+    "jax",
+    "learners",
+    "metrics",
+    "paper",
+    "reference",
+    "reference_free",
+    "surrogate",
+    "theory",
+    "torch",
+    "trainers",
+)
 
 __all__ = ["PAPER", "SGDOL", "SGDOLFree", "__version__", "plot"]
 
@@ -45,9 +44,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         try:
             return importlib.import_module(f"{__name__}.{name}")
-        except ModuleNotFoundError as missing:
-            hint = f"pip install 'sgdol[{_MODULES[name]}]'"
-            raise AttributeError(f"sgdol.{name} needs {missing.name}, which is not installed: {hint}") from missing
+        except ModuleNotFoundError as missing:  # hasattr and completion ask for everything
+            raise AttributeError(str(missing)) from missing
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -173,12 +173,12 @@ SIZE = sum(p.numel() for p in model().parameters())
 
 CASES: dict[int, dict[str, tuple[dict, int]]] = {
     2: {
-        "global": ({}, 1),
-        "global, two microbatches on each rank": ({"microbatches": 2}, 1),
-        "bucket views, clipped": ({"ddp": {"gradient_as_bucket_view": True}, "microbatches": 2, "clip": 0.5}, 1),
+        "global": ({}, 8),
+        "global, two microbatches on each rank": ({"microbatches": 2}, 8),
+        "bucket views, clipped": ({"ddp": {"gradient_as_bucket_view": True}, "microbatches": 2, "clip": 0.5}, 8),
         "bucket views, coordinate": ({"ddp": {"gradient_as_bucket_view": True}, "granularity": "coordinate"}, SIZE),
-        "static graph": ({"ddp": {"static_graph": True}}, 1),
-        "many buckets": ({"ddp": {"bucket_cap_mb": 1e-5}, "granularity": "tensor"}, 4),
+        "static graph": ({"ddp": {"static_graph": True}}, 8),
+        "many buckets": ({"ddp": {"bucket_cap_mb": 1e-5}, "granularity": "tensor"}, 8),
         "unused parameters": ({"ddp": {"find_unused_parameters": True}, "branches": True}, 1),
         "unused parameters, two microbatches": (
             {"ddp": {"find_unused_parameters": True}, "branches": True, "microbatches": 2},
@@ -188,11 +188,11 @@ CASES: dict[int, dict[str, tuple[dict, int]]] = {
             {"ddp": {"find_unused_parameters": True}, "branches": True, "granularity": "coordinate", "momentum": 0.5},
             12,
         ),
-        "tensor, momentum": ({"granularity": "tensor", "momentum": 0.9}, 4),
+        "tensor, momentum": ({"granularity": "tensor", "momentum": 0.9}, 8),
         "coordinate": ({"granularity": "coordinate", "weight_decay": 0.1}, SIZE),
     },
     4: {
-        "global, clipped": ({"clip": 0.5}, 1),
+        "global, clipped": ({"clip": 0.5}, 8),
         "coordinate": ({"granularity": "coordinate"}, SIZE),
         "unused parameters": ({"ddp": {"find_unused_parameters": True}, "branches": True}, 1),
     },

@@ -217,7 +217,7 @@ def by_hand(net, opt, parts, share) -> None:
             (objective(net, x) * share).backward()
         for p in net.parameters():
             p.grad = p.grad.clone()
-        opt._passes.reset()
+        opt._recorder.reset()
         opt.step()
         opt.zero_grad()
 

@@ -1,5 +1,10 @@
 """The PyTorch front end: the optimizer, averages of its iterates, and a log of what it learns."""
 
+# ruff: noqa: E402  # what is missing is said before anything needs it
+from sgdol._extras import require
+
+require("sgdol.torch", "torch", "torch")
+
 from sgdol.torch._averaging import averaged_weights, polynomial_average, random_iterate
 from sgdol.torch._backward import backward
 from sgdol.torch._free import SGDOLFree

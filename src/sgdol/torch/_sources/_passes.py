@@ -12,7 +12,7 @@ from sgdol.torch._geometry import Geometry
 from sgdol.torch._sources._gradients import Gradients, Signal, Wishes, settled
 from sgdol.torch._sources._recorder import Found, Recorder, ratio
 from sgdol.torch._tensors import real_gradient
-from sgdol.torch._world import World, local, local_gradient
+from sgdol.torch._world import Own, World, local, local_gradient
 
 __all__ = ["Passes"]
 
@@ -49,26 +49,16 @@ class Passes:
             )
         found = self._recorder.found(params)
         k = max(found.k, 1) * ranks
-        n, q, factors = _over_ranks(params, found, world)
         vectors = [real_gradient(local_gradient(p)) for p in params]
-        squares = self._squares(params, found, factors, vectors, world)
-        if squares and world.ranks > 1:
-            q[list(squares)] = torch.stack([s.sum(dtype=q.dtype) for s in squares.values()]).to(q)
+        squares = {
+            # A gradient that no pass made is a single contribution, unless it is another rank's.
+            i: s if found.seen[i] or world.ranks > 1 else self._geometry.products(params[i], vectors[i], vectors[i])
+            for i, s in found.squares.items()
+        }
+        n, q, factors, squares = _over_ranks(params, found, squares, world)
         signals = {i: Signal(s, k / (k - 1), -k / (k - 1)) for i, s in squares.items()}
         gradients = Gradients(k, params, vectors, 1.0, n, symmetric_signal(n, q, k), signals)
         return settled(self._with_pairs(gradients, found, factors) if paper else gradients, self._geometry)
-
-    def _squares(
-        self, params: list[Tensor], found: Found, factors: Tensor | None, vectors: list[Tensor], world: World
-    ) -> dict[int, Tensor]:
-        """Q of each coordinate, in the scale of ``.grad`` now."""
-        squares = {}
-        for i, s in found.squares.items():
-            if not found.seen[i] and world.ranks == 1:
-                squares[i] = self._geometry.products(params[i], vectors[i], vectors[i])
-            else:
-                squares[i] = s if factors is None else s.mul_(factors[i].to(s))
-        return dict(zip(squares, world.share_squares(list(squares.values())), strict=True)) if squares else squares
 
     def _with_pairs(self, gradients: Gradients, found: Found, factors: Tensor | None) -> Gradients:
         """The paper's estimator for the parameters that want it: the first two of the gradients."""
@@ -93,26 +83,41 @@ class Passes:
             vectors[i] = a
             if self._wishes(gradients.params[i]).coordinates:
                 signals[i] = Signal(self._geometry.products(gradients.params[i], a, b), 0.0, 1.0)
-        return gradients._replace(vectors=vectors, n=n, u=u, signals=signals)
+        k = gradients.k if len(rows) < len(gradients.params) else 2
+        return gradients._replace(k=k, vectors=vectors, n=n, u=u, signals=signals)
 
 
-def _over_ranks(params: list[Tensor], found: Found, world: World) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(n, q) over all ranks in the scale of ``.grad`` now, and by what squares were multiplied to get there."""
-    if world.ranks == 1 and not world.spread:
-        factors = None if found.before is found.n else ratio(found.n, found.before)
-        q = found.q if factors is None else found.q * factors
-        if all(found.seen):
-            return found.n, q, factors
-        return found.n, torch.where(torch.tensor(found.seen, device=q.device), q, found.n), factors
+def _over_ranks(
+    params: list[Tensor], found: Found, squares: dict[int, Tensor], world: World
+) -> tuple[Tensor, Tensor, Tensor | None, dict[int, Tensor]]:
+    """(n, q) over all ranks in the scale of ``.grad`` now, by what squares were multiplied for that, and squares."""
+    if world.ranks == 1 and not world.spread and found.before is found.n and all(found.seen):
+        return found.n, found.q, None, squares
     q = found.q
-    if found.squares and world.spread:
+    if squares and world.spread:
         q = q.clone()
-        q[list(found.squares)] = torch.stack([s.sum(dtype=q.dtype) for s in found.squares.values()]).to(q)
-    own = torch.stack([q, found.n.new_tensor(found.seen)])
-    rows, own = world.share(params, torch.stack([found.n, found.before]), own, found.k)
-    factors = ratio(rows[0], rows[1])
+        q[list(squares)] = _totals(squares, q)
+    own = Own(torch.stack([found.n, found.before]), q, q.new_tensor(found.seen), list(squares.values()), found.k)
+    if squares and len(squares) < len(params) and world.ranks > 1:  # each in its own precision
+        shared = world.share(params, own._replace(squares=[]))
+        own = shared._replace(squares=world.share(params, own).squares)
+    else:
+        own = world.share(params, own)
+    n, before = own.rows
+    factors = ratio(n, before)
     # A gradient that no pass made on any rank, or that nobody averages over the ranks, is a single contribution.
-    single = own[1] == 0
+    single = own.seen == 0
     if world.spread:
         single |= ~torch.tensor([world.averages(p) for p in params], device=single.device)
-    return rows[0], torch.where(single, rows[0], own[0] * factors), factors
+    squares = {
+        i: s.mul_(factors[i].to(s)) if found.seen[i] or world.ranks > 1 else s
+        for i, s in zip(squares, own.squares, strict=True)
+    }
+    q = own.q * factors
+    if squares and world.ranks > 1:
+        q[list(squares)] = _totals(squares, q)
+    return n, torch.where(single, n, q), factors, squares
+
+
+def _totals(squares: dict[int, Tensor], like: Tensor) -> Tensor:
+    return torch.stack([s.sum(dtype=like.dtype) for s in squares.values()]).to(like)

@@ -177,7 +177,7 @@ class Recorder:
 
     def __init__(self, finder: Finder, geometry: Geometry) -> None:
         self._finder = finder
-        self._world = finder.world
+        self._world = finder.here
         self._geometry = geometry
         self._slots: list[Slot] = []
         self._index: dict[Tensor, int] = {}
@@ -189,7 +189,7 @@ class Recorder:
 
     def watch(self, params: Iterable[tuple[Tensor, Keep]]) -> None:
         """Watch more parameters, and those that did not require a gradient or had another type before."""
-        world = self._world = self._finder.world
+        world = self._finder.here
         for param, keep in params:
             index = self._index.get(param)
             if index is None:
@@ -206,7 +206,7 @@ class Recorder:
 
     def rebase(self, finder: Finder, geometry: Geometry) -> None:
         """Go on with another finder and geometry: the parameters are more, or their state is another."""
-        self._finder, self._world, self._geometry = finder, finder.world, geometry
+        self._finder, self._world, self._geometry = finder, finder.here, geometry
 
     def unseen(self, params: list[Tensor]) -> bool:
         """Whether there are gradients that no hook has seen: parameters that are new, unfrozen, or of another type."""
@@ -277,6 +277,8 @@ class Recorder:
             if not self._world.waits(slot.param):
                 current.arrived[index] = None
                 return
+        elif slot.lazy:  # brought by a graph inside of the backward that runs
+            self._read_off([index], [])
         self._measure(current, index, gradient)
 
     def _measure(self, current: _Pass, index: int, gradient: Tensor) -> None:
@@ -285,9 +287,10 @@ class Recorder:
         if slot.keep == "gradients":
             if current.number < 2 and self._world.ranks == 1:
                 current.arrived[index] = gradient.clone()
-        elif slot.keep == "squares":
+            return
+        if slot.keep == "squares":
             self._add_squares(slot, gradient)
-        elif gradient.numel() <= FEW:
+        if gradient.numel() <= FEW:
             current.small[index] = gradient
         else:
             current.arrived[index] = self._geometry.norm(slot.param, real_gradient(gradient))
@@ -332,7 +335,7 @@ class Recorder:
             if slot.count and slot.param.grad is None and not slot.untouched():
                 self._forget(index)
         busy = {i for running in self._running.values() for i in running.arrived}
-        lazy = [i for i, slot in enumerate(self._slots) if slot.lazy and i not in busy]
+        lazy = [i for i, slot in enumerate(self._slots) if slot.lazy]
         touched = [i for i, slot in enumerate(self._slots) if slot.count and not slot.untouched()]
         changed = [i for i in touched if not self._slots[i].lazy]
         if not lazy and not changed:
@@ -373,9 +376,11 @@ class Recorder:
             kept = [place for place, i in enumerate(lazy) if i not in zero]
             lazy, lengths = [lazy[place] for place in kept], lengths[kept]
         put(self._q, lazy, lengths, add=False)
+        put(self._n, lazy, lengths, add=False)
         for index in lazy:
             slot = self._slots[index]
             slot.lazy = False
+            slot.see()
             if slot.keep == "squares":
                 self._add_squares(slot, local_gradient(slot.param))
             elif slot.keep == "gradients" and slot.first < 2:
@@ -391,6 +396,8 @@ class Recorder:
         measured = []
         for index, what in done.arrived.items():
             slot = self._slots[index]
+            if slot.lazy:  # two graphs of one backward: one contribution
+                continue
             if not slot.count:
                 slot.first = done.number
                 slot.lazy = not self._world.waits(slot.param) and slot.previous is None
@@ -419,7 +426,7 @@ class Recorder:
     @torch.no_grad()
     def _adopt(self, slot: Slot) -> None:
         """A gradient that was there before anybody watched is one contribution."""
-        if self._world.waits(slot.param) and slot.reduces:
+        if slot.reduces and self._finder.here.waits(slot.param):
             return  # nobody knows any more what each rank had; a parameter without passes counts as one gradient
         slot.count, slot.lazy = 1, True
         slot.see()

@@ -9,7 +9,7 @@ import weakref
 
 from torch import Tensor
 
-from sgdol.torch._world._alone import Alone, Listener, Tap, World
+from sgdol.torch._world._alone import Alone, Listener, Own, Tap, World
 from sgdol.torch._world._ddp import DataParallel, Unwrapped, find_wrapper, several, wrappings
 from sgdol.torch._world._fsdp import Sharded
 from sgdol.torch._world._pieces import fitted, is_sharded, like_parameter, local, local_gradient, placed_like
@@ -17,6 +17,7 @@ from sgdol.torch._world._pieces import fitted, is_sharded, like_parameter, local
 __all__ = [
     "Finder",
     "Listener",
+    "Own",
     "Tap",
     "World",
     "fitted",
@@ -50,10 +51,15 @@ class Finder:
         self._found: World | None = self._sharded
 
     @property
+    def here(self) -> World:
+        """Where gradients arrive: as far as can be told before any has."""
+        return _ALONE if self._sharded is None else self._sharded
+
+    @property
     def world(self) -> World:
         """Where the optimizer is now."""
         if not several():
-            return _ALONE if self._sharded is None else self._sharded
+            return self.here
         if self._wrappings != wrappings():
             self._wrappings = wrappings()
             self._found = self._look()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from sgdol.torch._world._pieces import is_sharded, placed_like
 
-__all__ = ["Alone", "Listener", "Tap", "World"]
+__all__ = ["Alone", "Listener", "Own", "Tap", "World"]
 
 
 class Listener(Protocol):
@@ -54,6 +54,21 @@ class Tap:
         self._kind = self._handle = None
 
 
+class Own(NamedTuple):
+    """What one rank knows of the contributions to some parameters; one column, or one tensor, for each of them."""
+
+    rows: Tensor
+    """Shape (any, parameters): sums over this rank's pieces; over whole tensors, when shared."""
+    q: Tensor
+    """The sum of the squared norms of its own contributions; over all ranks in the scale of ``.grad``, when shared."""
+    seen: Tensor
+    """1 where a backward pass has reached the parameter, else 0; on how many ranks, when shared."""
+    squares: list[Tensor]
+    """The same as q per coordinate, of those parameters for which it is known."""
+    passes: int
+    """How many backward passes there were: on all ranks the same number, or it is an error."""
+
+
 class World:
     """Who shares the parameters: how many ranks have gradients of their own, and how to sum over all of them.
 
@@ -84,25 +99,9 @@ class World:
         """Sums over whole tensors, from sums over this rank's pieces: shape (any, parameters)."""
         return rows
 
-    def share(self, params: list[Tensor], rows: Tensor, own: Tensor, passes: int) -> tuple[Tensor, Tensor]:
-        """Everything that sums over ranks need, in one message.
-
-        Args:
-            params: the parameters that the columns belong to.
-            rows: shape (any, parameters): sums over this rank's pieces.
-            own: shape (2, parameters): Q, the sum of the squared norms of this rank's own contributions, and whether
-                it had any.
-            passes: how many backward passes this rank had; all must have had the same number.
-
-        Returns:
-            The rows over whole tensors, and Q over the contributions of all ranks, in the scale of ``.grad``, with how
-            many ranks had any.
-        """
-        return rows, own
-
-    def share_squares(self, squares: list[Tensor]) -> list[Tensor]:
-        """Q of each coordinate, over the contributions of all ranks."""
-        return squares
+    def share(self, params: list[Tensor], own: Own) -> Own:
+        """Everything that sums over ranks need, in one message: all that this rank knows becomes what all know."""
+        return own
 
     def averages(self, param: Tensor) -> bool:
         """Whether ``.grad`` is the mean of what the ranks had."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from sgdol.torch._world._alone import World
+from sgdol.torch._world._alone import Own, World
 
 __all__ = ["DataParallel", "Unwrapped", "check_counts", "find_wrapper", "several", "wrappings"]
 
@@ -50,20 +50,19 @@ class DataParallel(World):
         """``.grad`` is the mean over the ranks, not what this one had."""
         return True
 
-    def share(self, params: list[Tensor], rows: Tensor, own: Tensor, passes: int) -> tuple[Tensor, Tensor]:
-        """Q over all ranks by one all-reduce of two numbers per tensor; the rows are the same on all ranks."""
-        flat = torch.cat([own.reshape(-1), own.new_tensor([passes, passes**2])])
+    def share(self, params: list[Tensor], own: Own) -> Own:
+        """One all-reduce of two numbers per tensor, or of the size of the gradient; the rows are the same everywhere."""
+        counts = own.q.new_tensor([own.passes, own.passes**2])
+        parts = [own.q, own.seen, counts]
+        if own.squares:
+            like = own.squares[0]
+            parts = [part.to(like) for part in (*(s.reshape(-1) for s in own.squares), *parts)]
+        flat = torch.cat(parts)
         dist.all_reduce(flat, group=self._group)
         check_counts(flat[-2:], self.ranks)
-        found = flat[:-2].view(own.shape)
-        return rows, torch.stack([found[0] / self.ranks**2, found[1]])
-
-    def share_squares(self, squares: list[Tensor]) -> list[Tensor]:
-        """One all-reduce of the size of the gradient."""
-        flat = torch.cat([s.reshape(-1).to(squares[0].device) for s in squares])
-        dist.all_reduce(flat, group=self._group)
-        pieces = (flat / self.ranks**2).split([s.numel() for s in squares])
-        return [piece.view(s.shape).to(s) for piece, s in zip(pieces, squares, strict=True)]
+        *squares, q, seen, _ = flat.split([part.numel() for part in parts])
+        squares = [(s / self.ranks**2).view(o.shape).to(o) for s, o in zip(squares, own.squares, strict=True)]
+        return own._replace(q=(q / self.ranks**2).to(own.q), seen=seen.to(own.q), squares=squares)
 
 
 class Unwrapped(World):

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sgdol.torch._world._alone import Listener, Tap, World, arriving
+from sgdol.torch._world._alone import Listener, Own, Tap, World, arriving
 from sgdol.torch._world._ddp import check_counts
 from sgdol.torch._world._pieces import is_sharded, whole
 
@@ -122,17 +122,17 @@ class Sharded(World):
         pieces = rows.new_tensor([self._spread[p].pieces / size for p in params])
         return self._sum(rows * pieces)
 
-    def share(self, params: list[Tensor], rows: Tensor, own: Tensor, passes: int) -> tuple[Tensor, Tensor]:
-        """One all-reduce for everything."""
+    def share(self, params: list[Tensor], own: Own) -> Own:
+        """One all-reduce for everything; squares per coordinate are those of averaged gradients already."""
         size = self._reduction()[1]
         spread = [self._spread[p] for p in params]
-        pieces = rows.new_tensor([s.pieces / size for s in spread])
-        weights = rows.new_tensor([_weight(s) / size for s in spread]) if self._own else pieces
-        counts = torch.full_like(own, passes)
-        flat = torch.cat([rows * pieces, (own[0] * weights).unsqueeze(0), own[1:], counts[:1], counts[1:] ** 2])
-        flat = self._sum(flat)
+        pieces = own.rows.new_tensor([s.pieces / size for s in spread])
+        weights = own.rows.new_tensor([_weight(s) / size for s in spread]) if self._own else pieces
+        passes = torch.full_like(own.q, own.passes)
+        flat = self._sum(torch.stack([*(own.rows * pieces), own.q * weights, own.seen, passes, passes.square()]))
         check_counts(flat[-2:, 0], size)
-        return flat[: len(rows)], flat[len(rows) : -2]
+        *rows, q, seen, _, _ = flat.unbind()
+        return own._replace(rows=torch.stack(rows), q=q, seen=seen)
 
     def _sum(self, flat: Tensor) -> Tensor:
         group, size = self._reduction()
