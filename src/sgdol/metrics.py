@@ -25,11 +25,11 @@ array([3.53, 3.54])
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from sgdol._numbers import hypot, namespace, ratio, sqrt, where
 
-__all__ = ["METRICS", "RMS", "AdaGrad", "Euclidean", "Means", "Metric", "Roots", "get"]
+__all__ = ["METRICS", "RMS", "AdaGrad", "Euclidean", "Means", "Metric", "Roots", "get", "is_scale_free"]
 
 Array = Any
 State = Any
@@ -86,6 +86,8 @@ class Euclidean:
     3.0
     """
 
+    scale_free: ClassVar[bool] = True
+
     def initial(self, zero: Array) -> tuple[()]:
         """Nothing."""
         return ()
@@ -131,6 +133,8 @@ class RMS:
     decay: float = 0.99
     tensor: float = 0.01
     overall: float = 1e-4
+
+    scale_free: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
@@ -190,6 +194,15 @@ class AdaGrad(RMS):
     """
 
     decay: float = 1.0
+
+
+def is_scale_free(metric: Metric) -> bool:
+    """Whether it says that D stays the same if all gradients are multiplied by a number (``scale_free = True``).
+
+    Squares leave the range of floats long before gradients do, so front ends measure such gradients in a unit of their
+    own choice. A metric that says nothing is given the gradients as they are.
+    """
+    return bool(getattr(metric, "scale_free", False))
 
 
 METRICS: dict[str, Metric] = {"euclidean": Euclidean(), "rms": RMS(), "adagrad": AdaGrad()}

@@ -40,6 +40,8 @@ class SGDOLFreeState(NamedTuple):
     """The point before the last step."""
     unit: jax.Array
     """1, or a power of two that brings the gradients into the range where their squares can be added."""
+    gradients: jax.Array
+    """K of the last update."""
 
 
 class _Point(NamedTuple):
@@ -165,6 +167,7 @@ def sgdol_free(
             average=PolynomialAverageState(wide),
             previous=jax.tree.map(jnp.asarray, params),
             unit=jnp.ones((), kind),
+            gradients=jnp.zeros((), jnp.int32),
         )
 
     def update(
@@ -222,7 +225,8 @@ def sgdol_free(
         share = averages.weight(new.updates.astype(unit.dtype), averaging)
         average = jax.tree.map(lambda a, x: a + share * (x.astype(a.dtype) - a), state.average.average, now.x)
         remembered = [metric.observe(s, g) for s, g in zip(state.metric, jax.tree.leaves(now.g), strict=True)]
-        moved = SGDOLFreeState(new, trace, remembered, PolynomialAverageState(average), now.x, unit)
+        average = PolynomialAverageState(average)
+        moved = SGDOLFreeState(new, trace, remembered, average, now.x, unit, jnp.asarray(k, jnp.int32))
         stayed = state._replace(rule=rule._replace(skipped=rule.skipped + ~now.finite))
         # After a skipped batch that was looked back at, the point is where it was before the call.
         x = _select(go, x, params)
