@@ -272,16 +272,22 @@ def replay(
     metric: MetricName | Mapping[str, float] = "euclidean",
     tensors: ArrayLike | None = None,
     learner: Literal["ftrl", "measured"] = "ftrl",
+    bias_correction: bool = True,
+    epoch: int | None = None,
 ) -> Run:
     r"""Algorithm 1 on recorded gradients, of shape (T, k, d): what an optimizer must do on exact vectors.
 
-    Past the paper: alpha=None is kappa times the first squared direction; with momentum,
+    Past the paper: alpha=None is kappa times the first squared gradient; with momentum,
     :math:`d_t = m_t / (1 - \beta^t)` for :math:`m_t = \beta m_{t-1} + (1 - \beta) \bar g_t`, and the learner
     sees either the pair
     :math:`((\beta \langle m_{t-1}, \bar g_t\rangle + (1 - \beta) u_t)/(1 - \beta^t), \|d_t\|^2)` of that direction,
     or the pair of the gradients alone. In a metric every product of two gradients has :math:`D_t^{-1}`
     (:func:`diagonal`) in between, and :math:`d_t = D_t^{-1} m_t / (1 - \beta^t)`. The learner is FTRL, or the one of
-    :func:`measured_multiplier`. ``tensors`` numbers the tensor of each coordinate; None for one.
+    :func:`measured_multiplier`. ``tensors`` numbers the tensor of each coordinate; None for one. Without bias
+    correction the direction is :math:`m_t`: 1 stands for :math:`1 - \beta^t` everywhere. With ``epoch`` = B updates in
+    a shuffled epoch, products of two gradients of one epoch are low by a number of which
+    :math:`(\|\bar g\|^2 - u)/B` is an unbiased estimate (for the paper's estimator half of it): it is added to u, and,
+    with the weight that this epoch's gradients have in :math:`m_{t-1}`, to :math:`\langle m_{t-1}, \bar g_t\rangle`.
 
     >>> replay([[[1.0], [1.0]], [[2.0], [-2.0]]], [0.0], smoothness=1.0, alpha=1.0).iterates.ravel()
     array([ 0., -1., -3.])
@@ -302,6 +308,8 @@ def replay(
         metric=metric,
         tensors=tensors,
         learner=learner,
+        bias_correction=bias_correction,
+        epoch=epoch,
     )
 
 
@@ -333,6 +341,8 @@ def _run(
     metric: str | Mapping[str, float] = "euclidean",
     tensors: ArrayLike | None = None,
     learner: str = "ftrl",
+    bias_correction: bool = True,
+    epoch: int | None = None,
 ) -> Run:
     x = np.array(x1, dtype=np.float64)
     block_of = np.zeros(x.shape, dtype=np.intp) if blocks is None else np.array(blocks, dtype=np.intp)
@@ -368,20 +378,26 @@ def _run(
         else:
             u_each = sum(g[i] * g[j] / D for i in range(k) for j in range(k) if i != j) / (k * (k - 1))
         n_each = mean * mean / D
-        correction = 1 - momentum ** (t + 1)
+        low, same_epoch = np.zeros_like(x), 0.0
+        if epoch is not None:
+            low = (n_each - u_each) / (epoch if estimator == "symmetric" else 2 * epoch)
+            same_epoch = 1 - momentum ** (t % epoch)
+        u_each = u_each + low
+        first = n_each.sum()
+        before, correction = (1 - momentum**t, 1 - momentum ** (t + 1)) if bias_correction else (1.0, 1.0)
+        v_each = mean * last + same_epoch * low / (before if t > 0 and before > 0 else 1.0)
         if statistics == "direction":
-            u_each = (momentum * m * mean / D + (1 - momentum) * u_each) / correction
+            u_each = (momentum * (m * mean / D + same_epoch * low) + (1 - momentum) * u_each) / correction
         m = momentum * m + (1 - momentum) * mean
         if statistics == "direction":
             n_each = (m / correction) * (m / correction) / D
         d = m / correction / D
-        v_each = mean * last
         us.append(np.array([u_each[block_of == b].sum() for b in range(len(sizes))]))
         ns.append(np.array([n_each[block_of == b].sum() for b in range(len(sizes))]))
         if t > 0:
             vs.append(np.array([v_each[block_of == b].sum() for b in range(len(sizes))]))
-        if shares is None and ns[-1].sum() > 0:
-            shares = kappa * ns[-1].sum() * sizes / x.size
+        if shares is None and first > 0:
+            shares = kappa * first * sizes / x.size
         x = x - eta[block_of] * d
         last = d
         past.append(mean)
