@@ -10,17 +10,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from sgdol import free, metrics, summary
 from sgdol.averaging import weight as weight_in_average
 from sgdol.free import Settings, State
-from sgdol.metrics import RMS, Euclidean
+from sgdol.metrics import RMS
+from sgdol.torch import _checkpoint as checkpoint
+from sgdol.torch._base import WatchingOptimizer
 from sgdol.torch._contributions import Contributions
+from sgdol.torch._free_options import SHARED, Group, checked, of_this_version, refuse_other_shapes
 from sgdol.torch._rerun import Rerun
 from sgdol.torch._tensors import real_view
 from sgdol.torch._vectors import Space, Vector, dot, multiply, norm, numbers, total
-from sgdol.torch._world import Finder, World
+from sgdol.torch._world import Finder, Own, World
 
 __all__ = ["SGDOLFree"]
 
@@ -28,9 +30,6 @@ WHOLE = 1 << 14
 SAMPLED = 256
 """A point of at most so many coordinates is compared whole, of a larger one about so many of them, to notice that
 somebody else has moved it."""
-
-SHARED = ("momentum", "averaging", "metric", "maximize", "foreach")
-"""Options that are the same for all parameter groups: there is one point, one direction, one norm."""
 
 
 class _Evaluation(NamedTuple):
@@ -75,27 +74,7 @@ class _Here(NamedTuple):
         return [torch.sub(x, y, out=z) for x, y, z in zip(a, b, self.space.empty(name), strict=True)]
 
 
-class _Group(dict[str, Any]):
-    """A parameter group that says why there is no learning rate in it."""
-
-    def __missing__(self, key: str) -> Any:
-        if key in ("lr", "initial_lr"):
-            raise NoLearningRate(
-                "SGDOLFree has no learning rate, so there is nothing that a scheduler could move: it chooses every "
-                "step size itself, and its average takes the place of a decay. Delete the scheduler; "
-                'group["step_size"] is what to log'
-            )
-        raise KeyError(key)
-
-
-class NoLearningRate(KeyError):
-    """Somebody wants to read or schedule the learning rate of an optimizer that has none."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-class SGDOLFree(Optimizer):
+class SGDOLFree(WatchingOptimizer):
     r"""SGDOL that needs neither a learning rate nor a smoothness constant. Experimental.
 
     It measures the smoothness M along its own steps: now and then (about every tenth step) it evaluates the batch of
@@ -165,14 +144,14 @@ class SGDOLFree(Optimizer):
             "maximize": maximize,
             "foreach": foreach,
         }
-        _check_options(defaults)
+        defaults = checked(defaults)
         self._settings = Settings()
         self._prepare()
         super().__init__(params, defaults)
 
     def _prepare(self) -> None:
         """What is not saved: it is found again."""
-        self._finder: Finder | None = None
+        super()._prepare()
         self._contributions: Contributions | None = None
         self._rerun = Rerun()
         self._space: Space | None = None
@@ -202,7 +181,7 @@ class SGDOLFree(Optimizer):
             )
         state = self._rule()
         self._begin_call(None if state.updates == 0 else self._unit(), "now")
-        with self._rerun.first({p.device for p in self._all()}), torch.enable_grad():
+        with self._rerun.first({p.device for p in self._params()}), torch.enable_grad():
             result = closure()
         here: _Here | None = None
         try:
@@ -234,20 +213,11 @@ class SGDOLFree(Optimizer):
         """
         if self._space is not None:
             self._refuse_moved(self._space, self._space.point("there"))
-        pairs = [(p, self.state[p]["average"]) for p in self._all() if "average" in self.state.get(p, {})]
-        kept = [p.detach().clone() for p, _ in pairs]
-        try:
-            with torch.no_grad():
-                for p, average in pairs:
-                    real_view(p).copy_(average)
+        with super()._averaged():
             yield
-        finally:
-            with torch.no_grad():
-                for (p, _), x in zip(pairs, kept, strict=True):
-                    p.copy_(x)
-            if self._left is not None:
-                space, _, left = self._left
-                self._left = (space, _versions(space), left)
+        if self._left is not None:
+            space, _, left = self._left
+            self._left = (space, _versions(space), left)
 
     def averaged_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """``model.state_dict()`` with the averaged parameters in it: what to save for use. Buffers are the model's.
@@ -303,8 +273,8 @@ class SGDOLFree(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; it may bring its own weight_decay."""
         if isinstance(param_group, dict):
-            options = {**self.defaults, **param_group}
-            _check_options(options)
+            options = checked({**self.defaults, **param_group})
+            param_group.update({name: options[name] for name in param_group if name in self.defaults})
             for name in SHARED:
                 if options[name] != self.defaults[name]:
                     raise ValueError(
@@ -312,7 +282,7 @@ class SGDOLFree(Optimizer):
                         f"the group has {options[name]!r}"
                     )
         super().add_param_group(param_group)
-        group = self.param_groups[-1] = _Group(self.param_groups[-1])
+        group = self.param_groups[-1] = Group(self.param_groups[-1])
         for p in group["params"]:
             if hasattr(p, "device_mesh"):
                 raise NotImplementedError(
@@ -472,7 +442,7 @@ class SGDOLFree(Optimizer):
 
     def _measure(self, here: _Here, result: Any) -> _Evaluation:
         loss = _loss(result) * math.copysign(1.0, self._factor())
-        _refuse_sparse(here.space.params)
+        self._refuse_sparse(here.space.params)
         found, world = self._watched().found(here.space), self._world()
         k = found.passes * world.ranks
         if k < 2:
@@ -489,9 +459,9 @@ class SGDOLFree(Optimizer):
         if world.ranks == 1:
             nn, qq = numbers(n, q)
         else:  # n is that of the mean gradient, which every rank has; Q and the loss in one all-reduce
-            own = torch.stack([q.double(), q.new_tensor(loss, dtype=torch.float64)]).unsqueeze(1)
-            _, own = world.share(here.space.params[:1], own[:0], own, found.passes)
-            nn, qq, loss = numbers(n, own[0, 0], own[1, 0] / world.ranks)
+            own = Own(q.new_zeros(0, 1), q.double().reshape(1), q.double().new_tensor([loss]), [], found.passes)
+            shared = world.share(here.space.params[:1], own)
+            nn, qq, loss = numbers(n, shared.q[0], shared.seen[0] / world.ranks)
         return _Evaluation(loss, g, _root(nn) / unit, _root(qq) / unit, k)
 
     # Numbers and vectors ----------------------------------------------------------------------------------------------
@@ -522,12 +492,9 @@ class SGDOLFree(Optimizer):
     def _metric(self) -> Any:
         return metrics.get(self.param_groups[0]["metric"])
 
-    def _all(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     def _taking_part(self) -> Space:
         """The parameters that move: those with a gradient now, or with a momentum from before."""
-        params = [p for p in self._all() if p.requires_grad and (p.grad is not None or p in self.state)]
+        params = [p for p in self._params() if p.requires_grad and (p.grad is not None or p in self.state)]
         if not any(p.grad is not None for p in params):
             raise RuntimeError("the closure left no gradient in any parameter: it has to call backward() itself")
         space = self._watched().space_of(params)
@@ -552,14 +519,13 @@ class SGDOLFree(Optimizer):
 
     def _watched(self) -> Contributions:
         if self._contributions is None or self._finder is None:
-            self._finder = Finder(self._all(), True, self)
-            self._contributions = Contributions(self._all(), self._finder)
+            self._finder = Finder(self._params(), True, self)
+            self._contributions = Contributions(self._params(), self._finder)
         return self._contributions
 
     def _world(self) -> World:
         self._watched()
-        assert self._finder is not None
-        return self._finder.world
+        return super()._world()
 
     # Misuse -----------------------------------------------------------------------------------------------------------
 
@@ -597,76 +563,21 @@ class SGDOLFree(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that ``state_dict()`` returned, exactly; or one that version 0.1 saved, in Euclid's norm."""
-        state_dict = _of_this_version(state_dict)
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        _refuse_other_shapes(saved, state_dict["state"], self._all())
-        super().load_state_dict(state_dict)
-        for index, p in zip(saved, self._all(), strict=True):
-            # torch casts floating-point state to the parameter's type, which would round that of narrow parameters
-            for key, value in state_dict["state"].get(index, {}).items():
-                self.state[p][key] = value.detach().to(device=p.device, copy=True)
-        self._prepare()
+
+        def check(final: dict[str, Any]) -> None:
+            saved = [index for group in final["param_groups"] for index in group["params"]]
+            refuse_other_shapes(saved, final["state"], self._params())
+
+        checkpoint.load(self, super().load_state_dict, of_this_version(state_dict), check, self._prepare)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_settings": self._settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.param_groups = [_Group(group) for group in self.param_groups]
+        self.param_groups = [Group(group) for group in self.param_groups]
         if "defaults" in state:  # unpickled or copied: new parameters, which nobody watches yet
             self._prepare()
-
-
-def _of_this_version(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state, with what version 0.1 saved in today's words."""
-    groups = []
-    for index, group in enumerate(state_dict["param_groups"]):
-        if "averaging" not in group:
-            raise ValueError(f"state_dict was not saved by SGDOLFree: its group {index} has only {sorted(group)}")
-        groups.append({**group})
-    state = {index: {**vectors} for index, vectors in state_dict["state"].items()}
-    for group in groups:
-        if "metric" in group:
-            continue
-        group["metric"] = "euclidean"
-        if "rule" not in group:
-            continue
-        group["rule"] = _rule_of_version_0_1(group["rule"])
-        if group["maximize"]:
-            for index in group["params"]:
-                if "momentum" in state.get(index, {}):
-                    state[index]["momentum"] = -state[index]["momentum"]
-    return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _rule_of_version_0_1(old: dict[str, Any]) -> dict[str, Any]:
-    """What was learned, in the units that are used now. The last step is forgotten: its start was not saved."""
-    alpha, weight = old["alpha"] or 1.0, old["curvature_weight"] or 1.0
-    count = math.sqrt(old["updates"] + 1.0)
-    kept = State(**{name: old[name] for name in State._fields if name in old})
-    learned = kept._replace(
-        first_norm=math.sqrt(old["alpha"]),
-        signal=old["signal"] / alpha,
-        noise=old["noise"] / alpha,
-        signal_root=math.sqrt(old["signal_squares"]) / alpha,
-        recent_signal=old["recent_signal"] / alpha,
-        recent_noise=old["recent_noise"] / alpha,
-        curvature=math.sqrt(old["curvature_squares"] / weight),
-        stiffness=math.sqrt(old["norm_squares"] / weight),
-        curvature_weight=weight * count,
-        step_size=0.0,
-    )
-    return learned._asdict()
-
-
-def _refuse_other_shapes(saved: list[Any], state: dict[Any, dict[str, Tensor]], params: list[Tensor]) -> None:
-    for index, p in zip(saved, params, strict=False):
-        for name, value in state.get(index, {}).items():
-            if value.shape != real_view(p).shape:
-                raise ValueError(
-                    f"state_dict does not fit: {name} of parameter {index} has shape {tuple(value.shape)}, the "
-                    f"parameter {tuple(p.shape)}"
-                )
 
 
 def _geometric_sum(ratio: float, count: int) -> float:
@@ -700,33 +611,3 @@ def _tolerance(p: Tensor) -> float:
     """By how much two gradients of the same batch may differ: kernels on accelerators add in any order."""
     rounding = math.sqrt(torch.finfo(p.dtype).eps)
     return rounding if p.device.type == "cpu" else max(rounding, 0.01)
-
-
-def _refuse_sparse(params: list[Tensor]) -> None:
-    for index, p in enumerate(params):
-        if p.grad is not None and p.grad.layout != torch.strided:
-            raise RuntimeError(
-                f"SGDOLFree does not support sparse gradients: parameter {index} of shape {tuple(p.shape)} has a "
-                f"gradient of layout {p.grad.layout}; use a dense one (torch.nn.Embedding(..., sparse=False))"
-            )
-
-
-def _check(name: str, value: Any, allowed: Callable[[Any], Any], sentence: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, {sentence}, got {value!r}")
-    if not (math.isfinite(value) and allowed(value)):
-        raise ValueError(f"{name} must be {sentence}, got {value!r}")
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    _check("momentum", options["momentum"], lambda v: 0 <= v < 1, "at least 0 and less than 1")
-    _check("averaging", options["averaging"], lambda v: v >= 0, "at least 0 and finite")
-    _check("weight_decay", options["weight_decay"], lambda v: v >= 0, "at least 0 and finite")
-    if not isinstance(metrics.get(options["metric"]), RMS | Euclidean):
-        raise TypeError(
-            f"SGDOLFree's metric must be Euclidean, RMS or AdaGrad of sgdol.metrics, got {options['metric']!r}"
-        )
-    if not isinstance(options["maximize"], bool):
-        raise TypeError(f"maximize must be True or False, got {options['maximize']!r}")
-    if options["foreach"] not in (None, True, False):
-        raise TypeError(f"foreach must be None, True or False, got {options['foreach']!r}")
