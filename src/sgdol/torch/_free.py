@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from sgdol import free, metrics, summary
 from sgdol.averaging import weight as weight_in_average
@@ -17,12 +15,11 @@ from sgdol.free import Settings, State
 from sgdol.metrics import RMS
 from sgdol.torch import _checkpoint as checkpoint
 from sgdol.torch._base import WatchingOptimizer
-from sgdol.torch._contributions import Contributions
+from sgdol.torch._evaluations import Evaluation, Evaluator, Here, loss_of, root
 from sgdol.torch._free_options import SHARED, Group, checked, of_this_version, refuse_other_shapes
-from sgdol.torch._rerun import Rerun
 from sgdol.torch._tensors import real_view
-from sgdol.torch._vectors import Space, Vector, dot, multiply, norm, numbers, total
-from sgdol.torch._world import Finder, Own, World
+from sgdol.torch._vectors import Space, Vector, dot, numbers
+from sgdol.torch._world import Finder, World
 
 __all__ = ["SGDOLFree"]
 
@@ -30,48 +27,6 @@ WHOLE = 1 << 14
 SAMPLED = 256
 """A point of at most so many coordinates is compared whole, of a larger one about so many of them, to notice that
 somebody else has moved it."""
-
-
-class _Evaluation(NamedTuple):
-    """What one call of the closure gave."""
-
-    loss: float
-    """The mean over the ranks of what the closure returned; negative if it is maximised."""
-    g: Vector
-    """The mean gradient, times the factor that brings it into range."""
-    norm: float
-    """||g|| in the metric..."""
-    squares: float
-    """...and the root of the sum of the squared norms of the k contributions to it."""
-    k: int
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm) and math.isfinite(self.squares)
-
-
-class _Here(NamedTuple):
-    """The point of this step, and the norm that is used there."""
-
-    space: Space
-    x: Vector
-    inverse: Vector | None
-    """1/D; None for Euclid's norm."""
-
-    def sharp(self, g: Vector, name: str = "scratch") -> Vector:
-        """From a gradient to a direction: D^-1 g, in the memory of this name, or g itself if D is 1."""
-        return g if self.inverse is None else multiply(g, self.inverse, self.space.empty(name))
-
-    def length(self, s: Vector) -> float:
-        """||s|| of a difference of points: in D."""
-        if self.inverse is not None:
-            roots = zip(s, self.inverse, self.space.empty("scratch"), strict=True)
-            s = [torch.rsqrt(inverse, out=out).mul_(a) for a, inverse, out in roots]
-        return norm(s)
-
-    def difference(self, a: Vector, b: Vector, name: str) -> Vector:
-        """The difference, in the memory of this name."""
-        return [torch.sub(x, y, out=z) for x, y, z in zip(a, b, self.space.empty(name), strict=True)]
 
 
 class SGDOLFree(WatchingOptimizer):
@@ -152,8 +107,7 @@ class SGDOLFree(WatchingOptimizer):
     def _prepare(self) -> None:
         """What is not saved: it is found again."""
         super()._prepare()
-        self._contributions: Contributions | None = None
-        self._rerun = Rerun()
+        self._calls: Evaluator | None = None
         self._space: Space | None = None
         self._vectors: dict[str, Vector] = {}
         self._left: tuple[Space, list[int], Vector] | None = None
@@ -161,8 +115,6 @@ class SGDOLFree(WatchingOptimizer):
 
     # The public face --------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step with the batch that the closure evaluates.
 
@@ -179,19 +131,22 @@ class SGDOLFree(WatchingOptimizer):
                 "SGDOLFree.step needs a closure: a function that computes the loss of one batch in two or more parts, "
                 "calls backward() on each and returns the loss. Got closure=None"
             )
+        with torch.no_grad():
+            return self._step(closure)
+
+    @torch.compiler.disable
+    def _step(self, closure: Callable[[], Any]) -> Any:
         state = self._rule()
-        self._begin_call(None if state.updates == 0 else self._unit(), "now")
-        with self._rerun.first({p.device for p in self._params()}), torch.enable_grad():
-            result = closure()
-        here: _Here | None = None
+        result = self._evaluator().first(closure, choose=state.updates == 0)
+        here: Here | None = None
         try:
             here, now = self._arrive(state, result)
             if not now.finite:
-                self._rerun.undo()
+                self._evaluator().undo()
             state = state._replace(evaluations=state.evaluations + 1)
             state, here, now = self._advance(state, here, now, closure)
         except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C there
-            self._rerun.undo()
+            self._evaluator().undo()
             if here is not None:
                 here.space.put(here.x)
                 self._remember_where(here)
@@ -294,7 +249,7 @@ class SGDOLFree(WatchingOptimizer):
             if name in first:
                 group[name] = first[name]
         group.setdefault("step_size", first.get("step_size", 0.0))
-        self._finder = self._contributions = None
+        self._finder = self._calls = None
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
@@ -305,28 +260,29 @@ class SGDOLFree(WatchingOptimizer):
 
     # One step ---------------------------------------------------------------------------------------------------------
 
-    def _arrive(self, state: State, result: Any) -> tuple[_Here, _Evaluation]:
+    def _arrive(self, state: State, result: Any) -> tuple[Here, Evaluation]:
         """The point, the metric there, and what the first call of the closure says."""
-        _loss(result)
+        loss_of(result)  # or say what is wrong with it
         space = self._taking_part()
+        self._refuse_sparse(space.params)
         self._turn = not self._turn  # the memory of the last point is still needed
-        here = _Here(space, space.point(f"x, {self._turn}"), None)
+        here = Here(space, space.point(f"x, {self._turn}"), None)
         self._refuse_moved(space, here.x)
         metric = self._metric()
         if state.updates == 0:
             for group in self.param_groups:
-                group["unit"] = abs(self._watched().factor)
+                group["unit"] = self._evaluator().unit
             if isinstance(metric, RMS):
-                inverse = space.inverse_diagonal(metric, None, 0.0, space.gradients(self._factor(), "g"))
+                inverse = space.inverse_diagonal(metric, None, 0.0, space.gradients(self._evaluator().factor, "g"))
                 here = here._replace(inverse=inverse)
         elif isinstance(metric, RMS):
             weight = _geometric_sum(metric.decay, state.updates)
             here = here._replace(inverse=space.inverse_diagonal(metric, self._vector("squares"), weight, []))
-        return here, self._measure(here, result)
+        return here, self._evaluator().measure(here, result)
 
     def _advance(
-        self, state: State, here: _Here, now: _Evaluation, closure: Callable[[], Any]
-    ) -> tuple[State, _Here, _Evaluation]:
+        self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]
+    ) -> tuple[State, Here, Evaluation]:
         """Decide where to step from. The parameters are there afterwards, and its gradient is in ``.grad``."""
         if state.updates == 0:
             if not now.finite or now.norm == 0:
@@ -337,28 +293,32 @@ class SGDOLFree(WatchingOptimizer):
         state, looks = free.wants_look_back(state, now.norm if now.finite else math.nan, self._settings)
         return self._look_back(state, here, now, closure) if looks else (state, here, now)
 
-    def _begin(self, state: State, here: _Here, now: _Evaluation, closure: Callable[[], Any]) -> State:
+    def _begin(self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]) -> State:
         """The first point: check the closure, and measure M along the gradient by a difference of gradients."""
-        self._refuse_another_batch(here, now, self._evaluate(here, closure))
+        self._evaluator().refuse_another_batch(here, now, self._evaluator().again(closure, here))
         direction = here.sharp(now.g, "direction")
         bracket = free.first_probe(now.norm, here.length(here.x), now.loss, self._settings)
         while not bracket.told and bracket.count < self._settings.probes:
-            share = -bracket.length / now.norm / self._unit()
+            share = -bracket.length / now.norm / self._evaluator().unit
             here.space.put([torch.add(x, d, alpha=share) for x, d in zip(here.x, direction, strict=True)])
-            probed = self._evaluate(here, closure)
-            change = self._norm(here, here.difference(probed.g, now.g, "y")) / now.norm if probed.finite else math.inf
+            probed = self._evaluator().again(closure, here)
+            change = (
+                self._evaluator().norm(here, here.difference(probed.g, now.g, "y")) / now.norm
+                if probed.finite
+                else math.inf
+            )
             bracket = free.next_probe(bracket, change, self._settings)
         self._go_to(here, now)
         state = state._replace(evaluations=state.evaluations + 1 + bracket.count)
         return free.begin(state, bracket.curvature * now.norm, now.norm)
 
     def _guard(
-        self, state: State, here: _Here, now: _Evaluation, closure: Callable[[], Any]
-    ) -> tuple[State, _Here, _Evaluation]:
+        self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]
+    ) -> tuple[State, Here, Evaluation]:
         """The loss has jumped: go back to the average if this batch is fine there."""
         here.space.put(self._vector("average"))
         there = here._replace(x=here.space.point("there"))
-        found = self._evaluate(here, closure)
+        found = self._evaluator().again(closure, here)
         state = state._replace(evaluations=state.evaluations + 1)
         if found.finite and free.confirms(state, now.loss, found.loss, self._settings):
             return free.roll_back(state, self._settings), there, found
@@ -366,12 +326,12 @@ class SGDOLFree(WatchingOptimizer):
         return state, here, now
 
     def _look_back(
-        self, state: State, here: _Here, now: _Evaluation, closure: Callable[[], Any]
-    ) -> tuple[State, _Here, _Evaluation]:
+        self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]
+    ) -> tuple[State, Here, Evaluation]:
         """Evaluate this batch before the last step as well, and stay there if the step was too long."""
         before = here._replace(x=self._vector("previous"))
         here.space.put(before.x)
-        found = self._evaluate(here, closure)
+        found = self._evaluator().again(closure, here)
         state = state._replace(evaluations=state.evaluations + 1)
         rejected = False
         if found.finite:
@@ -380,9 +340,14 @@ class SGDOLFree(WatchingOptimizer):
             for along in s if length > 0 else ():
                 along.div_(length)
             y_along, q_along, yy = numbers(dot(y, s), dot(found.g, s), dot(y, here.sharp(y)))
-            y_along = y_along / self._unit() if now.finite else math.nan
+            y_along = y_along / self._evaluator().unit if now.finite else math.nan
             state, rejected = free.look_back(
-                state, y_along, _root(yy) / self._unit(), length, q_along / self._unit(), self._settings
+                state,
+                y_along,
+                root(yy) / self._evaluator().unit,
+                length,
+                q_along / self._evaluator().unit,
+                self._settings,
             )
         if rejected:
             for x, start in zip(here.x, before.x, strict=True):
@@ -391,17 +356,17 @@ class SGDOLFree(WatchingOptimizer):
         self._go_to(here, now)
         return state, here, now
 
-    def _move(self, state: State, here: _Here, now: _Evaluation) -> State:
+    def _move(self, state: State, here: Here, now: Evaluation) -> State:
         """Move along the momentum direction, and learn from the gradients; ``here.x`` goes along. Calls no closure."""
         options = self.param_groups[0]
-        beta, unit = options["momentum"], self._unit()
+        beta, unit = options["momentum"], self._evaluator().unit
         m = self._vector("momentum")
         for old, g in zip(m, now.g, strict=True):
             torch.mul(g, 1 - beta, out=old) if state.momentum_weight == 0 else old.lerp_(g, 1 - beta)
         weight = beta * state.momentum_weight + (1 - beta)
         state = free.track(state, now.loss, self._settings)._replace(momentum_weight=weight)
         d = here.sharp(m)
-        direction_norm = _root(numbers(dot(m, d))[0]) / weight / unit
+        direction_norm = root(numbers(dot(m, d))[0]) / weight / unit
         decays = {p: group["weight_decay"] for group in self.param_groups for p in group["params"]}
         decay = max(decays.values())
         state = free.choose_step(state, direction_norm, decay, self._settings)
@@ -425,44 +390,10 @@ class SGDOLFree(WatchingOptimizer):
 
     # Evaluating -------------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, here: _Here, closure: Callable[[], Any]) -> _Evaluation:
-        """Evaluate the same batch where the parameters are now, in the metric of this step."""
-        self._begin_call(self._unit(), "again")
-        with self._rerun.again(), torch.enable_grad():
-            result = closure()
-        return self._measure(here, result)
-
-    def _go_to(self, here: _Here, now: _Evaluation) -> None:
+    def _go_to(self, here: Here, now: Evaluation) -> None:
         """Back to this point, with its gradient in ``.grad``."""
         here.space.put(here.x)
-        here.space.put_gradients(now.g, self._factor())
-
-    def _begin_call(self, unit: float | None, name: str) -> None:
-        self._watched().begin(math.copysign(1.0, self._factor()), unit, name)
-
-    def _measure(self, here: _Here, result: Any) -> _Evaluation:
-        loss = _loss(result) * math.copysign(1.0, self._factor())
-        self._refuse_sparse(here.space.params)
-        found, world = self._watched().found(here.space), self._world()
-        k = found.passes * world.ranks
-        if k < 2:
-            raise RuntimeError(
-                f"SGDOLFree needs at least two independent gradients per step, the closure ran backward() "
-                f"{found.passes} time(s). Split the batch: for x, y in zip(inputs.chunk(2), targets.chunk(2)): "
-                "(loss_fn(model(x), y) / 2).backward()"
-            )
-        assert found.squares is not None
-        g = found.g
-        n = dot(g, here.sharp(g))
-        q = total(found.squares) if here.inverse is None else dot(found.squares, here.inverse)
-        unit = self._unit()
-        if world.ranks == 1:
-            nn, qq = numbers(n, q)
-        else:  # n is that of the mean gradient, which every rank has; Q and the loss in one all-reduce
-            own = Own(q.new_zeros(0, 1), q.double().reshape(1), q.double().new_tensor([loss]), [], found.passes)
-            shared = world.share(here.space.params[:1], own)
-            nn, qq, loss = numbers(n, shared.q[0], shared.seen[0] / world.ranks)
-        return _Evaluation(loss, g, _root(nn) / unit, _root(qq) / unit, k)
+        here.space.put_gradients(now.g, self._evaluator().factor)
 
     # Numbers and vectors ----------------------------------------------------------------------------------------------
 
@@ -476,19 +407,6 @@ class SGDOLFree(WatchingOptimizer):
             group["gradients"] = k
             group["step_size"] = state.step_size or group["step_size"]
 
-    def _unit(self) -> float:
-        """What vectors of gradients are multiplied by: 1, or a power of two if their squares would leave the range."""
-        unit: float = self.param_groups[0].get("unit", 1.0)
-        return unit
-
-    def _factor(self) -> float:
-        """The same, negative to ascend."""
-        return -self._unit() if self.param_groups[0]["maximize"] else self._unit()
-
-    def _norm(self, here: _Here, g: Vector) -> float:
-        """||g|| of a vector of gradients: in D^-1."""
-        return _root(numbers(dot(g, here.sharp(g)))[0]) / self._unit()
-
     def _metric(self) -> Any:
         return metrics.get(self.param_groups[0]["metric"])
 
@@ -497,7 +415,7 @@ class SGDOLFree(WatchingOptimizer):
         params = [p for p in self._params() if p.requires_grad and (p.grad is not None or p in self.state)]
         if not any(p.grad is not None for p in params):
             raise RuntimeError("the closure left no gradient in any parameter: it has to call backward() itself")
-        space = self._watched().space_of(params)
+        space = self._evaluator().space_of(params)
         if space is not self._space:
             self._space, self._vectors = space, {}
         return space
@@ -517,30 +435,21 @@ class SGDOLFree(WatchingOptimizer):
             self._vectors[name] = start
         return self._vectors[name]
 
-    def _watched(self) -> Contributions:
-        if self._contributions is None or self._finder is None:
+    def _evaluator(self) -> Evaluator:
+        if self._calls is None:
+            group = self.param_groups[0]
             self._finder = Finder(self._params(), True, self)
-            self._contributions = Contributions(self._params(), self._finder)
-        return self._contributions
+            sign = -1.0 if group["maximize"] else 1.0
+            self._calls = Evaluator(self._params(), self._finder, sign, group.get("unit", 1.0))
+        return self._calls
 
     def _world(self) -> World:
-        self._watched()
+        self._evaluator()
         return super()._world()
 
     # Misuse -----------------------------------------------------------------------------------------------------------
 
-    def _refuse_another_batch(self, here: _Here, now: _Evaluation, again: _Evaluation) -> None:
-        share = self._norm(here, here.difference(now.g, again.g, "y")) / now.norm
-        allowed = max(_tolerance(p) for p in here.space.params)
-        if not share <= allowed:
-            raise RuntimeError(
-                "the closure does not evaluate the same batch each time: called twice at the same point, with the same "
-                f"random numbers of torch, its gradients differ by {share:.2g} of their length. Draw the batch before "
-                "step(), outside the closure; random augmentation that does not use torch's global generator belongs "
-                "outside too"
-            )
-
-    def _remember_where(self, here: _Here) -> None:
+    def _remember_where(self, here: Here) -> None:
         x = here.space.point("left") if here.space.narrow else here.x
         self._left = (here.space, _versions(here.space), _samples(here.space, x))
 
@@ -585,10 +494,6 @@ def _geometric_sum(ratio: float, count: int) -> float:
     return float(count) if ratio == 1 else (1 - ratio**count) / (1 - ratio)
 
 
-def _root(square: float) -> float:
-    return math.sqrt(square) if square >= 0 else math.nan
-
-
 def _versions(space: Space) -> list[int]:
     """How often the parameters were written to, of a model that is too large to be compared whole."""
     return [] if space.size <= WHOLE else [p._version for p in space.params]
@@ -597,17 +502,3 @@ def _versions(space: Space) -> list[int]:
 def _samples(space: Space, x: Vector) -> Vector:
     """The point itself, whose memory is kept, or a few coordinates of a large one."""
     return x if space.size <= WHOLE else [flat[:: max(1, flat.numel() // SAMPLED)].clone() for flat in x]
-
-
-def _loss(result: Any) -> float:
-    if isinstance(result, Tensor) and result.numel() == 1:
-        return float(result.detach())
-    if isinstance(result, Real) and not isinstance(result, bool):
-        return float(result)
-    raise TypeError(f"the closure must return the loss of the batch, a number or a tensor with one, got {result!r}")
-
-
-def _tolerance(p: Tensor) -> float:
-    """By how much two gradients of the same batch may differ: kernels on accelerators add in any order."""
-    rounding = math.sqrt(torch.finfo(p.dtype).eps)
-    return rounding if p.device.type == "cpu" else max(rounding, 0.01)
