@@ -146,9 +146,9 @@ def sgdol_free(
     >>> bool(jnp.linalg.norm(averaged_params(state, x)) < 0.2)
     True
     """
-    check_number("momentum", momentum, lambda beta: 0 <= beta < 1, "in [0, 1)")
-    check_number("weight_decay", weight_decay, lambda decay: decay >= 0, "finite and at least 0")
-    check_number("averaging", averaging, lambda power: power >= 0, "finite and at least 0")
+    momentum = check_number("momentum", momentum, lambda beta: 0 <= beta < 1, "in [0, 1)")
+    weight_decay = check_number("weight_decay", weight_decay, lambda decay: decay >= 0, "finite and at least 0")
+    averaging = check_number("averaging", averaging, lambda power: power >= 0, "finite and at least 0")
     metric = metrics.get(metric)
 
     def init(params: Any) -> SGDOLFreeState:
