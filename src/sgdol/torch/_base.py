@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sgdol.metrics import Metric
+from sgdol.metrics import Euclidean, Metric
 from sgdol.torch._averaging import swapped_in
 from sgdol.torch._geometry import Geometry
 from sgdol.torch._sources import Keep, Recorder, Wish
@@ -43,9 +43,9 @@ class WatchingOptimizer(Optimizer):
         """What is to be made of the parameter's gradients."""
         return Wish(paper=False, coordinates=False)
 
-    def _metric_of(self, group: dict[str, Any]) -> Metric | None:
-        """The metric of a group; None for Euclid's."""
-        return None
+    def _metric_of(self, group: dict[str, Any]) -> Metric:
+        """The metric of a group."""
+        return Euclidean()
 
     # The public face --------------------------------------------------------------------------------------------------
 
@@ -65,7 +65,8 @@ class WatchingOptimizer(Optimizer):
             with torch.no_grad():
                 averages = [local(self.state[p]["average"]) for p in known]
                 # The average of a complex parameter may be kept as pairs of real numbers.
-                pieces = [local(p) if a.is_complex() else real_view(local(p)) for p, a in zip(known, averages, strict=True)]
+                pieces = [local(p) for p in known]
+                pieces = [p if a.is_complex() else real_view(p) for p, a in zip(pieces, averages, strict=True)]
             with swapped_in(pieces, averages):
                 self._swapped = True
                 self._world().reshard()
@@ -86,7 +87,8 @@ class WatchingOptimizer(Optimizer):
     def _assemble(self) -> None:
         """Watch the parameters, in the metrics that they have: the groups or the state have become others."""
         params = self._params()
-        metrics = {p: m for group in self.param_groups for p in group["params"] if (m := self._metric_of(group)) is not None}
+        metrics = {p: self._metric_of(group) for group in self.param_groups for p in group["params"]}
+        metrics = {p: metric for p, metric in metrics.items() if not isinstance(metric, Euclidean)}
         own = not metrics and not any(any(self._wish(p)) for p in params)
         if self._finder is None or any(map(is_sharded, params)):
             self._recorder = None  # what has been counted of pieces is not known of more of them

@@ -105,7 +105,7 @@ def _total(parts: tuple[Tensor | None, ...]) -> Any:
 
 
 def _product(piece: _Piece, scale: Any) -> Tensor:
-    """n of each coordinate, in a metric or of another vector than the direction."""
+    """N of each coordinate, in a metric or of another vector than the direction."""
     wide = piece.base.dtype
     scale = scale * scale if isinstance(scale, float) else (scale * scale).to(wide)
     return piece.left.to(wide) * piece.right.to(wide) * scale

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgdol.metrics import RMS, Euclidean, Means, Metric
+from sgdol.metrics import RMS, Means, Metric
 from sgdol.torch._tensors import inner, norm, real_view, scalar_dtype, size, squared_norms, stacked, wide_dtype
 from sgdol.torch._world import World, like_parameter, local
 
@@ -56,7 +56,7 @@ class Geometry:
     """
 
     def __init__(self, metrics: dict[Tensor, Metric], state: dict[Any, Any], world: Callable[[], World]) -> None:
-        self._metrics = {p: metric for p, metric in metrics.items() if not isinstance(metric, Euclidean)}
+        self._metrics = metrics
         self._state = state
         self._world = world
         self._past: dict[Tensor, _Diagonal] | None = None
@@ -291,7 +291,5 @@ def _has_past(state: Any) -> bool:
 
 
 def _numbers(values: Tensor) -> Sequence[Any]:
-    """One number each: Python's on the host, where they are cheaper, tensors on a device that must not be waited for."""
+    """One number each: Python's on the host, where they are cheaper, else tensors: a device must not be waited for."""
     return values.tolist() if values.device.type == "cpu" else values.unbind()
-
-

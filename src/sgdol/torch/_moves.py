@@ -13,7 +13,7 @@ from sgdol.torch._tensors import wide_dtype
 __all__ = ["move", "move_guarded", "use_foreach"]
 
 BUCKET = 1 << 22
-"""How many scalars the multi-tensor path handles at once where it needs temporaries: they do not grow with the model."""
+"""How many scalars the multi-tensor path handles at once where it needs temporaries, which must not grow for ever."""
 
 
 def use_foreach(wanted: bool | None, tensors: Sequence[Tensor]) -> bool:

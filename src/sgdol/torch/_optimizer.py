@@ -9,7 +9,6 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from sgdol import metrics
 from sgdol.learners import Learner, uses_hindsight
 from sgdol.metrics import Metric
 from sgdol.surrogate import Estimator, MomentumStatistics
@@ -22,7 +21,7 @@ from sgdol.torch._checkpoint import Blanks, first_step_size
 from sgdol.torch._guard import Guard
 from sgdol.torch._options import LEARNED_WITH, OPTIONS, checked, checked_rate, materialise, refuse_unknown
 from sgdol.torch._sources import Gradients, HeldPair, Passes, Source, Wish
-from sgdol.torch._statistics import Statistics, uses_momentum
+from sgdol.torch._statistics import Statistics
 from sgdol.torch._tensors import wide_dtype
 from sgdol.torch._update import Outcome, update
 from sgdol.torch._world import local
@@ -276,7 +275,7 @@ class SGDOL(WatchingOptimizer):
         return found
 
     def _creates_state(self, params: list[Tensor]) -> bool:
-        """Whether this is torch.distributed.checkpoint, which steps with zeros to make optimizers create their state."""
+        """Whether this is torch.distributed.checkpoint: it steps with zeros to make optimizers create their state."""
         assert self._recorder is not None
         if self._recorder.count(params) or not all(group["lr"] == 0 for group in self.param_groups):
             return False

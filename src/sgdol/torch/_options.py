@@ -156,7 +156,9 @@ def checked_rate(options: dict[str, Any], where: str) -> Any:
     if smoothness is None:
         return None if lr is None else _check_lr(lr)
     if lr is not None:
-        raise ValueError(f"give {where}lr or smoothness, not both: got lr={lr!r} and smoothness={smoothness!r} (lr = 1/M)")
+        raise ValueError(
+            f"give {where}lr or smoothness, not both: got lr={lr!r} and smoothness={smoothness!r} (lr = 1/M)"
+        )
     return _check_lr(1.0 / check_number("smoothness", smoothness, lambda v: v > 0, "positive and finite"))
 
 
@@ -198,7 +200,10 @@ def _name(thing: Any) -> str:
 
 
 def _metric_name(metric: Metric) -> str:
-    return next((name for name, known in metrics.METRICS.items() if type(known) is type(metric) and known == metric), _name(metric))
+    return next(
+        (name for name, known in metrics.METRICS.items() if type(known) is type(metric) and known == metric),
+        _name(metric),
+    )
 
 
 # Parameters -----------------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""From the gradients of a step to the direction d of its update and the numbers (u, n): momentum and metric.
+r"""From the gradients of a step to the direction d of its update and the numbers (u, n): momentum and metric.
 
-With momentum, :math:`m_t = \\beta m_{t-1} + (1 - \\beta) \\bar g_t` and w_t the sum of its weights,
+With momentum, :math:`m_t = \beta m_{t-1} + (1 - \beta) \bar g_t` and w_t the sum of its weights,
 
-.. math:: d_t = \\frac{D_t^{-1} m_t}{w_t}, \\qquad
-    u_t = \\frac{\\beta \\langle m_{t-1}, D_t^{-1} \\bar g_t\\rangle + (1 - \\beta) u}{w_t}, \\qquad
-    n_t = \\frac{\\langle m_t, D_t^{-1} m_t\\rangle}{w_t^2}.
+.. math:: d_t = \frac{D_t^{-1} m_t}{w_t}, \qquad
+    u_t = \frac{\beta \langle m_{t-1}, D_t^{-1} \bar g_t\rangle + (1 - \beta) u}{w_t}, \qquad
+    n_t = \frac{\langle m_t, D_t^{-1} m_t\rangle}{w_t^2}.
 """
 
 from __future__ import annotations

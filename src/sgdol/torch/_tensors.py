@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["inner", "norm", "real_gradient", "real_view", "scalar_dtype", "size", "squared_norms", "stacked", "wide_dtype"]
+__all__ = [
+    "inner",
+    "norm",
+    "real_gradient",
+    "real_view",
+    "scalar_dtype",
+    "size",
+    "squared_norms",
+    "stacked",
+    "wide_dtype",
+]
 
 NARROW = frozenset({torch.float16, torch.bfloat16})
 
@@ -48,9 +58,9 @@ def squared_norms(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     if not tensors:
         return like.new_zeros(0)
     first = tensors[0]
-    if len(tensors) > 1 and all(t.dtype == first.dtype and t.device == first.device for t in tensors):
-        if first.dtype not in NARROW and not first.is_complex():
-            return stacked(torch._foreach_norm(tensors), like).square_()
+    plain = first.dtype not in NARROW and not first.is_complex()
+    if len(tensors) > 1 and plain and all(t.dtype == first.dtype and t.device == first.device for t in tensors):
+        return stacked(torch._foreach_norm(tensors), like).square_()
     return stacked([norm(t) for t in tensors], like).square_()
 
 

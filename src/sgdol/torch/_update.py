@@ -75,9 +75,7 @@ def update(
     )
 
 
-def _learn(
-    blocks: Blocks, direction: Direction, learner_of: LearnerOf, before: list[Any], ok: Tensor | None
-) -> Tensor:
+def _learn(blocks: Blocks, direction: Direction, learner_of: LearnerOf, before: list[Any], ok: Tensor | None) -> Tensor:
     """The multiplier of each block that has one number; the learners' states are written to."""
     n, u, last = (blocks.sum(values) for values in (direction.n, direction.u, direction.last))
     multipliers = torch.ones_like(n[: len(blocks.tensors)])
@@ -98,9 +96,7 @@ def _learn(
     return multipliers
 
 
-def _move_tensors(
-    blocks: Blocks, direction: Direction, geometry: Geometry, eta: Tensor, ok: Tensor | None
-) -> None:
+def _move_tensors(blocks: Blocks, direction: Direction, geometry: Geometry, eta: Tensor, ok: Tensor | None) -> None:
     """Move the parameters that have one step size."""
     each: Any = eta.tolist() if ok is None else eta.unbind()
     start = 0
@@ -121,9 +117,7 @@ def _move_tensors(
                 move(group, [x], [geometry.sharp(p, direction.vectors[i])], scale, [each[i]], ok)
 
 
-def _shown(
-    blocks: Blocks, eta: Tensor, lengths: Tensor, multipliers: Tensor, rates: Tensor
-) -> list[Tensor | None]:
+def _shown(blocks: Blocks, eta: Tensor, lengths: Tensor, multipliers: Tensor, rates: Tensor) -> list[Tensor | None]:
     """One number for each group that takes part: what eta would have to be for a move of the same length."""
     shown: list[Tensor | None] = []
     start = 0

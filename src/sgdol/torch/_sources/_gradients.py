@@ -25,7 +25,7 @@ Wishes = Callable[[Tensor], Wish]
 
 
 class Signal(NamedTuple):
-    """U of each coordinate of one tensor, as :math:`u = a n + b \\cdot \\text{base}` with its n.
+    r"""U of each coordinate of one tensor, as :math:`u = a n + b \cdot \text{base}` with its n.
 
     Accumulated gradients leave Q in the base (:func:`sgdol.surrogate.symmetric_signal`: a = k/(k-1) = -b); where the
     signal itself has been measured, a = 0 and b = 1. It is put together where it is used, in few passes over memory.

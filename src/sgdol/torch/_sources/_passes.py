@@ -27,9 +27,7 @@ class Passes:
         wishes: what is to be made of each parameter's gradients.
     """
 
-    def __init__(
-        self, recorder: Recorder, geometry: Geometry, world: Callable[[], World], wishes: Wishes
-    ) -> None:
+    def __init__(self, recorder: Recorder, geometry: Geometry, world: Callable[[], World], wishes: Wishes) -> None:
         self._recorder = recorder
         self._geometry = geometry
         self._world = world

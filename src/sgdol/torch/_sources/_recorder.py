@@ -23,23 +23,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sgdol.torch._geometry import Geometry
-from sgdol.torch._tensors import norm, real_gradient, real_view, scalar_dtype, squared_norms, stacked, wide_dtype
-from sgdol.torch._world import Finder, Tap, is_sharded, local, local_gradient
+from sgdol.torch._sources._slots import Keep, Slot, entries, wide_like
+from sgdol.torch._tensors import real_gradient, real_view, scalar_dtype, squared_norms, stacked
+from sgdol.torch._world import Finder, local, local_gradient
 
-__all__ = ["Found", "Keep", "Recorder"]
-
-Keep = Literal["norms", "squares", "gradients"]
-"""What is kept of the contributions to a parameter: a number, a tensor of squares, or the first two themselves."""
+__all__ = ["Found", "Recorder", "ratio"]
 
 SAMPLED = 2
-ENTRIES = 64
-"""How many gradients, and about how many entries of each, are compared to notice a silent rescaling."""
+"""How many gradients are looked at to notice a silent rescaling."""
 
 FEW = 1 << 12
 """Gradients of at most so many entries are kept until the end of their backward and measured all at once."""
@@ -62,73 +59,6 @@ class Found(NamedTuple):
     """The first two contributions themselves, by place and number, where ``keep="gradients"``."""
     seen: list[bool]
     """Whether any pass reached the parameter: else ``.grad``, if there is one, was written by hand."""
-
-
-class Slot:
-    """One watched parameter."""
-
-    __slots__ = (
-        "count",
-        "first",
-        "fresh",
-        "gradients",
-        "keep",
-        "lazy",
-        "param",
-        "previous",
-        "reduces",
-        "seen",
-        "seen_version",
-        "squares",
-        "tap",
-    )
-
-    def __init__(self, param: Tensor, keep: Keep) -> None:
-        self.param = param
-        self.keep = keep
-        self.tap = Tap()
-        self.reduces = False  # by fully_shard, which writes .grad itself
-        self.seen: Any = None
-        self.seen_version = -1
-        self.squares: Tensor | None = None
-        self.forget()
-
-    def forget(self) -> None:
-        self.count = 0
-        self.first = 0  # the number of the pass that brought the first contribution
-        self.lazy = False  # whether .grad is the only contribution, of which nothing else is known
-        self.fresh = True  # the memory of the squares stays: allocating it anew costs more than filling it
-        self.previous: Tensor | None = None  # of a sharded one: its gradient before the backward that runs
-        self.gradients: dict[int, Tensor] = {}
-
-    def add_squares(self, products: Tensor, gradient: Tensor) -> None:
-        """Add the products of the gradient with itself in its metric; Euclid's are taken here, in place."""
-        if self.squares is None or self.squares.shape != gradient.shape or self.squares.device != gradient.device:
-            self.squares, self.fresh = _wide_like(gradient), True
-        if products is not gradient:
-            self.squares.copy_(products) if self.fresh else self.squares.add_(products)
-        elif self.fresh:
-            same = gradient.dtype == self.squares.dtype
-            torch.mul(gradient, gradient, out=self.squares) if same else self.squares.copy_(gradient).square_()
-        else:
-            g = gradient.to(self.squares.dtype)
-            self.squares.addcmul_(g, g)
-        self.fresh = False
-
-    def see(self) -> None:
-        grad = self.param.grad
-        self.seen = None if grad is None else weakref.ref(grad)
-        self.seen_version = -1 if grad is None else version(grad)
-
-    def untouched(self) -> bool:
-        """Whether ``.grad`` is, as far as its version tells, still what the last backward left."""
-        grad = self.param.grad
-        if grad is None or self.seen is None:
-            return self.reduces and grad is None and self.seen is None
-        return self.seen() is grad and self.seen_version == version(grad)
-
-    def dense(self) -> bool:
-        return self.param.grad is not None and self.param.grad.layout == torch.strided
 
 
 class _Pass(NamedTuple):
@@ -340,7 +270,7 @@ class Recorder:
         changed = [i for i in touched if not self._slots[i].lazy]
         if not lazy and not changed:
             return
-        n, q = self._totals()
+        n, _ = self._totals()
         if changed:
             now = self._norms([self._slots[i] for i in changed])
             rows = torch.stack([now, n[changed]])
@@ -442,7 +372,7 @@ class Recorder:
             self._add_squares(slot, local_gradient(slot.param))
             slot.fresh = True
         elif slot.squares is None or slot.fresh:
-            return torch.zeros_like(_wide_like(real_view(local(slot.param))))
+            return torch.zeros_like(wide_like(real_view(local(slot.param))))
         assert slot.squares is not None
         return slot.squares
 
@@ -460,14 +390,14 @@ class Recorder:
 
     def _sample(self, slots: list[Slot]) -> None:
         largest = sorted(slots, key=lambda slot: local(slot.param).numel())[-SAMPLED:]
-        entries = squared_norms([_entries(slot) for slot in largest], self._n)
-        self._samples = list(zip(largest, entries.unbind(), strict=True))
+        found = squared_norms([entries(slot) for slot in largest], self._n)
+        self._samples = list(zip(largest, found.unbind(), strict=True))
 
     def _silently_written(self) -> bool:
         """Whether entries changed although no version says so, or whether it cannot be told without a wait."""
         if self._n.device.type != "cpu" or not self._samples:
             return True
-        now = squared_norms([_entries(slot) for slot, _ in self._samples], self._n).tolist()
+        now = squared_norms([entries(slot) for slot, _ in self._samples], self._n).tolist()
         return 0 in now or now != [before.tolist() for _, before in self._samples]
 
     def _totals(self) -> tuple[Tensor, Tensor]:
@@ -479,11 +409,6 @@ class Recorder:
             self._n = torch.cat([self._n.to(blank), blank])
             self._q = torch.cat([self._q.to(blank), blank])
         return self._n, self._q
-
-
-def version(grad: Tensor) -> int:
-    """How often it was written to; of a DTensor, both as a whole and this rank's piece behind its back."""
-    return grad._version if type(grad) is Tensor or not is_sharded(grad) else grad._version + local(grad)._version
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -507,19 +432,6 @@ def put(vector: Tensor, rows: list[int], values: Tensor, *, add: bool) -> None:
     elif rows:
         where = torch.tensor(rows, device=vector.device)
         vector.index_add_(0, where, values) if add else vector.index_copy_(0, where, values)
-
-
-def _wide_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, dtype=wide_dtype(tensor.dtype), memory_format=torch.contiguous_format)
-
-
-def _entries(slot: Slot) -> Tensor:
-    """A few entries of a gradient, spread over it."""
-    grad = torch.zeros_like(slot.param) if slot.param.grad is None else slot.param.grad
-    grad = real_gradient(local(grad))
-    if not grad.is_contiguous():
-        return grad.select(0, 0)
-    return grad.view(-1)[:: max(1, grad.numel() // ENTRIES)]
 
 
 def _remove_taps(slots: list[Slot]) -> None:

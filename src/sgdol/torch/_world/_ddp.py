@@ -51,7 +51,7 @@ class DataParallel(World):
         return True
 
     def share(self, params: list[Tensor], own: Own) -> Own:
-        """One all-reduce of two numbers per tensor, or of the size of the gradient; the rows are the same everywhere."""
+        """One all-reduce: of two numbers per tensor, or of the size of the gradient. All ranks have the same rows."""
         counts = own.q.new_tensor([own.passes, own.passes**2])
         parts = [own.q, own.seen, counts]
         if own.squares:
