@@ -224,49 +224,52 @@ class OnlineGradientDescent:
 
 @dataclass(frozen=True)
 class MeasuredCurvature:
-    r"""The leader on the curvature measured along the steps, in place of the worst case that lr = 1/M stands for.
+    r"""A constant step until the curvature measured along the steps says that it is too long. The default.
 
     The gradient after a step tells how much of the promised decrease was kept: with
     :math:`v_t = \langle \bar g_{t+1}, d_t\rangle`, a fresh gradient and so unbiased,
 
-    .. math:: h_t = \frac{u_t - v_t}{s_t}, \qquad s_t = \mathrm{clip}\!\left(
-        \frac{\alpha + \sum_{j<t-1} u_j}{\alpha + q \max(\sum_{j<t-1} h_j, 0)}, 0, c\right).
+    .. math:: h_t = \frac{u_t - v_t}{s_t}, \qquad s_t = \frac{A}{A + a \max(H - U/\tau, 0)}, \qquad
+        A = \max(\alpha + U, 0), \quad U = \sum_{j<t-1} u_j, \quad H = \sum_{j<t-1} h_j.
 
-    On a quadratic :math:`h_t = \mathrm{lr}\, d_t^\top H d_t` and with q = 1 this is FTRL on the expected decrease
-    itself; in general past curvature bounds nothing ahead and there is no theorem. A loss counts once hindsight has
-    completed it: :math:`h_{t-1}` is made of the gradients of step t, which s_t must not see.
+    On a quadratic :math:`h_t = \mathrm{lr}\, d_t^\top H d_t`, and :math:`\sum_t s_t (u_t - s_t h_t/2)` is the expected
+    decrease of f: a run that converges has :math:`U/H \ge s/2`. So s stays at 1, and the optimizer is SGD with the step
+    lr, as long as :math:`H \le U/\tau`, and falls as H exceeds that: where lr is too large, or where noise keeps the
+    iterates from settling. A loss counts once hindsight has completed it: :math:`h_{t-1}` is made of the gradients of
+    step t, which s_t must not see. Past curvature bounds nothing ahead: there is no theorem, only that no step is
+    longer than lr.
 
     Args:
-        charge: q > 0: what curvature costs. In the equilibrium of a noisy quadratic s falls as
-            :math:`t^{-(1 - 1/(2q))}`.
-        largest: c in (0, 2]: the largest multiplier. At 1 a step is never longer than lr.
+        tolerance: tau in (0, 2]: the least ratio U/H at which the step stays what it is.
+        charge: a > 0: how much curvature beyond that costs.
 
-    >>> learner = MeasuredCurvature(charge=1.0)
+    >>> learner = MeasuredCurvature(tolerance=0.5, charge=1.0)
     >>> state = learner.observe(learner.initial(0.0), 1.0, u=2.0, n=4.0, alpha=2.0)
-    >>> state = learner.observe(state, 1.0, u=9.0, n=9.0, alpha=2.0, last=-4.0)  # the first step went too far: h = 6
-    >>> learner.predict(state, alpha=2.0)  # (2 + 2) / (2 + 6)
+    >>> state = learner.observe(state, 1.0, u=9.0, n=9.0, alpha=2.0, last=-6.0)  # the first step went too far: h = 8
+    >>> learner.predict(state, alpha=2.0)  # 4 / (4 + 8 - 4)
     0.5
     """
 
-    charge: float = 0.75
-    largest: float = 1.0
+    tolerance: float = 0.6
+    charge: float = 2.0
 
     hindsight: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if not 0 < self.tolerance <= LARGEST_MULTIPLIER:
+            raise ValueError(f"tolerance must be in (0, {LARGEST_MULTIPLIER:g}], got {self.tolerance!r}")
         if not 0 < self.charge < float("inf"):
             raise ValueError(f"charge must be positive and finite, got {self.charge!r}")
-        if not 0 < self.largest <= LARGEST_MULTIPLIER:
-            raise ValueError(f"largest must be in (0, {LARGEST_MULTIPLIER:g}], got {self.largest!r}")
 
     def initial(self, zero: Array) -> Measured:
         """No losses yet."""
         return Measured(zero, zero, zero, zero)
 
     def predict(self, state: Measured, alpha: Array) -> Array:
-        """The leader, from 0 to ``largest``."""
-        cost = alpha + self.charge * maximum(state.h_sum, 0.0)
-        return clip(ratio(alpha + state.u_sum, cost, otherwise=1.0), 0.0, self.largest)
+        """From 0 to 1."""
+        gain = maximum(alpha + state.u_sum, 0.0)
+        excess = maximum(state.h_sum - state.u_sum / self.tolerance, 0.0)
+        return ratio(gain, gain + self.charge * excess, otherwise=1.0)
 
     def observe(
         self, state: Measured, multiplier: Array, u: Array, n: Array, alpha: Array, last: Array = 0.0

@@ -166,8 +166,8 @@ def measured_multiplier(
     multipliers: Sequence[float],
     *,
     alpha: float,
-    charge: float = 0.75,
-    largest: float = 1.0,
+    tolerance: float = 0.6,
+    charge: float = 2.0,
 ) -> float:
     r"""The multiplier of :class:`sgdol.learners.MeasuredCurvature`, from the rounds before.
 
@@ -176,16 +176,17 @@ def measured_multiplier(
         v: v_1, ..., v_{t-2}: <gbar_{j+1}, d_j>.
         multipliers: s_1, ..., s_{t-1}.
         alpha: the regulariser's alpha.
-        charge: q.
-        largest: the largest multiplier.
+        tolerance: tau.
+        charge: a.
 
-    >>> measured_multiplier([2.0, 9.0], [-4.0], [1.0, 1.0], alpha=2.0, charge=1.0)
+    >>> measured_multiplier([2.0, 9.0], [-6.0], [1.0, 1.0], alpha=2.0, tolerance=0.5, charge=1.0)
     0.5
     """
-    h = [(u_j - v_j) / s_j if s_j > 0 else 0.0 for u_j, v_j, s_j in zip(u, v, multipliers, strict=False)]
-    cost = alpha + charge * max(sum(h), 0.0)
-    gain = alpha + sum(u[: len(v)])
-    return max(0.0, min(gain / cost if cost > 0 else 1.0, largest))
+    U = sum(u[: len(v)])
+    H = sum((u_j - v_j) / s_j if s_j > 0 else 0.0 for u_j, v_j, s_j in zip(u, v, multipliers, strict=False))
+    A = max(alpha + U, 0.0)
+    cost = A + charge * max(H - U / tolerance, 0.0)
+    return A / cost if cost > 0 else 1.0
 
 
 class Run(NamedTuple):

@@ -162,7 +162,8 @@ class Independent:
 
     def _multiplier(self, block: Block, alpha: float) -> float:
         if self.learner == "measured":
-            cost = alpha + 0.75 * max(block.h, 0.0)
-            return min(max((alpha + block.u) / cost, 0.0), 1.0) if cost > 0 else 1.0
+            gain = max(alpha + block.u, 0.0)
+            cost = gain + 2.0 * max(block.h - block.u / 0.6, 0.0)
+            return gain / cost if cost > 0 else 1.0
         cost = alpha + block.n
         return min(max((alpha + block.u) / cost, 0.0), 2.0) if cost > 0 else 1.0
