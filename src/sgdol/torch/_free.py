@@ -5,88 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from sgdol import free, metrics, summary
 from sgdol.averaging import weight as weight_in_average
 from sgdol.free import Settings, State
-from sgdol.metrics import RMS, Euclidean
-from sgdol.torch._contributions import Contributions
-from sgdol.torch._rerun import Rerun
+from sgdol.metrics import RMS
+from sgdol.torch import _checkpoint as checkpoint
+from sgdol.torch._base import WatchingOptimizer
+from sgdol.torch._evaluations import Evaluation, Evaluator, Here, loss_of, root
+from sgdol.torch._free_options import SHARED, Group, checked, of_this_version, refuse_other_shapes
 from sgdol.torch._tensors import real_view
-from sgdol.torch._vectors import Space, Vector, dot, norm, numbers, total
+from sgdol.torch._vectors import Space, Vector, dot, numbers
 from sgdol.torch._world import Finder, World
 
 __all__ = ["SGDOLFree"]
 
-SAMPLED = 2048
-"""About how many coordinates are compared to notice that somebody else moved them."""
-
-SHARED = ("momentum", "averaging", "metric", "maximize", "foreach")
-"""Options that are the same for all parameter groups: there is one point, one direction, one norm."""
-
-
-class _Evaluation(NamedTuple):
-    """What one call of the closure gave."""
-
-    loss: float
-    """The mean over the ranks of what the closure returned; negative if it is maximised."""
-    g: Vector
-    """The mean gradient, times the factor that brings it into range."""
-    norm: float
-    """||g|| in the metric..."""
-    squares: float
-    """...and the root of the sum of the squared norms of the k contributions to it."""
-    k: int
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm) and math.isfinite(self.squares)
+WHOLE = 1 << 14
+SAMPLED = 256
+"""A point of at most so many coordinates is compared whole, of a larger one about so many of them, to notice that
+somebody else has moved it."""
 
 
-class _Here(NamedTuple):
-    """The point of this step, and the norm that is used there."""
-
-    space: Space
-    x: Vector
-    inverse: Vector | None
-    """1/D; None for Euclid's norm."""
-
-    def sharp(self, g: Vector) -> Vector:
-        """From a gradient to a direction: D^-1 g."""
-        return g if self.inverse is None else [a * b for a, b in zip(g, self.inverse, strict=True)]
-
-    def length(self, s: Vector) -> float:
-        """||s|| of a difference of points: in D."""
-        return norm(s if self.inverse is None else [a * b.rsqrt() for a, b in zip(s, self.inverse, strict=True)])
-
-
-class _Group(dict[str, Any]):
-    """A parameter group that says why there is no learning rate in it."""
-
-    def __missing__(self, key: str) -> Any:
-        if key in ("lr", "initial_lr"):
-            raise NoLearningRate(
-                "SGDOLFree has no learning rate, so there is nothing that a scheduler could move: it chooses every "
-                "step size itself, and its average takes the place of a decay. Delete the scheduler; "
-                'group["step_size"] is what to log'
-            )
-        raise KeyError(key)
-
-
-class NoLearningRate(KeyError):
-    """Somebody wants to read or schedule the learning rate of an optimizer that has none."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-class SGDOLFree(Optimizer):
+class SGDOLFree(WatchingOptimizer):
     r"""SGDOL that needs neither a learning rate nor a smoothness constant. Experimental.
 
     It measures the smoothness M along its own steps: now and then (about every tenth step) it evaluates the batch of
@@ -156,24 +99,22 @@ class SGDOLFree(Optimizer):
             "maximize": maximize,
             "foreach": foreach,
         }
-        _check_options(defaults)
+        defaults = checked(defaults)
         self._settings = Settings()
         self._prepare()
         super().__init__(params, defaults)
 
     def _prepare(self) -> None:
         """What is not saved: it is found again."""
-        self._finder: Finder | None = None
-        self._contributions: Contributions | None = None
-        self._rerun = Rerun()
+        super()._prepare()
+        self._calls: Evaluator | None = None
         self._space: Space | None = None
         self._vectors: dict[str, Vector] = {}
         self._left: tuple[Space, list[int], Vector] | None = None
+        self._turn = False
 
     # The public face --------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step with the batch that the closure evaluates.
 
@@ -190,25 +131,28 @@ class SGDOLFree(Optimizer):
                 "SGDOLFree.step needs a closure: a function that computes the loss of one batch in two or more parts, "
                 "calls backward() on each and returns the loss. Got closure=None"
             )
+        with torch.no_grad():
+            return self._step(closure)
+
+    @torch.compiler.disable
+    def _step(self, closure: Callable[[], Any]) -> Any:
         state = self._rule()
-        self._begin_call(None if state.updates == 0 else self._unit())
-        with self._rerun.first({p.device for p in self._all()}), torch.enable_grad():
-            result = closure()
-        here: _Here | None = None
+        result = self._evaluator().first(closure, choose=state.updates == 0)
+        here: Here | None = None
         try:
             here, now = self._arrive(state, result)
             if not now.finite:
-                self._rerun.undo()
+                self._evaluator().undo()
             state = state._replace(evaluations=state.evaluations + 1)
             state, here, now = self._advance(state, here, now, closure)
         except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C there
-            self._rerun.undo()
+            self._evaluator().undo()
             if here is not None:
                 here.space.put(here.x)
                 self._remember_where(here)
             raise
         if now.finite and state.first_norm > 0:
-            state, here = self._move(state, here, now)
+            state = self._move(state, here, now)
         elif not now.finite:
             state = state._replace(skipped=state.skipped + 1)
         self._keep_rule(state, now.k)
@@ -223,20 +167,12 @@ class SGDOLFree(Optimizer):
         :func:`torch.optim.swa_utils.update_bn` inside.
         """
         if self._space is not None:
-            self._refuse_moved(_Here(self._space, self._space.point(), None))
-        pairs = [(p, self.state[p]["average"]) for p in self._all() if "average" in self.state.get(p, {})]
-        kept = [p.detach().clone() for p, _ in pairs]
-        try:
-            with torch.no_grad():
-                for p, average in pairs:
-                    real_view(p).copy_(average)
+            self._refuse_moved(self._space, self._space.point("there"))
+        with super()._averaged():
             yield
-        finally:
-            with torch.no_grad():
-                for (p, _), x in zip(pairs, kept, strict=True):
-                    p.copy_(x)
-            if self._left is not None and self._space is not None:
-                self._remember_where(_Here(self._space, self._space.point(), None))
+        if self._left is not None:
+            space, _, left = self._left
+            self._left = (space, _versions(space), left)
 
     def averaged_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """``model.state_dict()`` with the averaged parameters in it: what to save for use. Buffers are the model's.
@@ -292,8 +228,8 @@ class SGDOLFree(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; it may bring its own weight_decay."""
         if isinstance(param_group, dict):
-            options = {**self.defaults, **param_group}
-            _check_options(options)
+            options = checked({**self.defaults, **param_group})
+            param_group.update({name: options[name] for name in param_group if name in self.defaults})
             for name in SHARED:
                 if options[name] != self.defaults[name]:
                     raise ValueError(
@@ -301,7 +237,7 @@ class SGDOLFree(Optimizer):
                         f"the group has {options[name]!r}"
                     )
         super().add_param_group(param_group)
-        group = self.param_groups[-1] = _Group(self.param_groups[-1])
+        group = self.param_groups[-1] = Group(self.param_groups[-1])
         for p in group["params"]:
             if hasattr(p, "device_mesh"):
                 raise NotImplementedError(
@@ -313,7 +249,7 @@ class SGDOLFree(Optimizer):
             if name in first:
                 group[name] = first[name]
         group.setdefault("step_size", first.get("step_size", 0.0))
-        self._finder = self._contributions = None
+        self._finder = self._calls = None
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
@@ -324,27 +260,29 @@ class SGDOLFree(Optimizer):
 
     # One step ---------------------------------------------------------------------------------------------------------
 
-    def _arrive(self, state: State, result: Any) -> tuple[_Here, _Evaluation]:
+    def _arrive(self, state: State, result: Any) -> tuple[Here, Evaluation]:
         """The point, the metric there, and what the first call of the closure says."""
-        _loss(result)
+        loss_of(result)  # or say what is wrong with it
         space = self._taking_part()
-        here = _Here(space, space.point(), None)
-        self._refuse_moved(here)
+        self._refuse_sparse(space.params)
+        self._turn = not self._turn  # the memory of the last point is still needed
+        here = Here(space, space.point(f"x, {self._turn}"), None)
+        self._refuse_moved(space, here.x)
         metric = self._metric()
         if state.updates == 0:
             for group in self.param_groups:
-                group["unit"] = abs(self._watched().factor)
+                group["unit"] = self._evaluator().unit
             if isinstance(metric, RMS):
-                inverse = space.inverse_diagonal(metric, None, 0.0, space.gradients(self._factor()))
+                inverse = space.inverse_diagonal(metric, None, 0.0, space.gradients(self._evaluator().factor, "g"))
                 here = here._replace(inverse=inverse)
         elif isinstance(metric, RMS):
             weight = _geometric_sum(metric.decay, state.updates)
             here = here._replace(inverse=space.inverse_diagonal(metric, self._vector("squares"), weight, []))
-        return here, self._measure(here, result)
+        return here, self._evaluator().measure(here, result)
 
     def _advance(
-        self, state: State, here: _Here, now: _Evaluation, closure: Callable[[], Any]
-    ) -> tuple[State, _Here, _Evaluation]:
+        self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]
+    ) -> tuple[State, Here, Evaluation]:
         """Decide where to step from. The parameters are there afterwards, and its gradient is in ``.grad``."""
         if state.updates == 0:
             if not now.finite or now.norm == 0:
@@ -355,28 +293,32 @@ class SGDOLFree(Optimizer):
         state, looks = free.wants_look_back(state, now.norm if now.finite else math.nan, self._settings)
         return self._look_back(state, here, now, closure) if looks else (state, here, now)
 
-    def _begin(self, state: State, here: _Here, now: _Evaluation, closure: Callable[[], Any]) -> State:
+    def _begin(self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]) -> State:
         """The first point: check the closure, and measure M along the gradient by a difference of gradients."""
-        self._refuse_another_batch(here, now, self._evaluate(here, closure))
-        direction = here.sharp(now.g)
+        self._evaluator().refuse_another_batch(here, now, self._evaluator().again(closure, here))
+        direction = here.sharp(now.g, "direction")
         bracket = free.first_probe(now.norm, here.length(here.x), now.loss, self._settings)
         while not bracket.told and bracket.count < self._settings.probes:
-            share = -bracket.length / now.norm / self._unit()
+            share = -bracket.length / now.norm / self._evaluator().unit
             here.space.put([torch.add(x, d, alpha=share) for x, d in zip(here.x, direction, strict=True)])
-            probed = self._evaluate(here, closure)
-            change = self._norm(here, _difference(probed.g, now.g)) / now.norm if probed.finite else math.inf
+            probed = self._evaluator().again(closure, here)
+            change = (
+                self._evaluator().norm(here, here.difference(probed.g, now.g, "y")) / now.norm
+                if probed.finite
+                else math.inf
+            )
             bracket = free.next_probe(bracket, change, self._settings)
         self._go_to(here, now)
         state = state._replace(evaluations=state.evaluations + 1 + bracket.count)
         return free.begin(state, bracket.curvature * now.norm, now.norm)
 
     def _guard(
-        self, state: State, here: _Here, now: _Evaluation, closure: Callable[[], Any]
-    ) -> tuple[State, _Here, _Evaluation]:
+        self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]
+    ) -> tuple[State, Here, Evaluation]:
         """The loss has jumped: go back to the average if this batch is fine there."""
         here.space.put(self._vector("average"))
-        there = here._replace(x=here.space.point())
-        found = self._evaluate(here, closure)
+        there = here._replace(x=here.space.point("there"))
+        found = self._evaluator().again(closure, here)
         state = state._replace(evaluations=state.evaluations + 1)
         if found.finite and free.confirms(state, now.loss, found.loss, self._settings):
             return free.roll_back(state, self._settings), there, found
@@ -384,39 +326,47 @@ class SGDOLFree(Optimizer):
         return state, here, now
 
     def _look_back(
-        self, state: State, here: _Here, now: _Evaluation, closure: Callable[[], Any]
-    ) -> tuple[State, _Here, _Evaluation]:
+        self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]
+    ) -> tuple[State, Here, Evaluation]:
         """Evaluate this batch before the last step as well, and stay there if the step was too long."""
         before = here._replace(x=self._vector("previous"))
         here.space.put(before.x)
-        found = self._evaluate(here, closure)
+        found = self._evaluator().again(closure, here)
         state = state._replace(evaluations=state.evaluations + 1)
         rejected = False
         if found.finite:
-            s, y = _difference(here.x, before.x), _difference(now.g, found.g)
+            s, y = here.difference(here.x, before.x, "s"), here.difference(now.g, found.g, "y")
             length = here.length(s)
-            along = [a / length for a in s] if length > 0 else s
-            y_along, q_along, yy = numbers(dot(y, along), dot(found.g, along), dot(y, here.sharp(y)))
-            y_along = y_along / self._unit() if now.finite else math.nan
+            for along in s if length > 0 else ():
+                along.div_(length)
+            y_along, q_along, yy = numbers(dot(y, s), dot(found.g, s), dot(y, here.sharp(y)))
+            y_along = y_along / self._evaluator().unit if now.finite else math.nan
             state, rejected = free.look_back(
-                state, y_along, _root(yy) / self._unit(), length, q_along / self._unit(), self._settings
+                state,
+                y_along,
+                root(yy) / self._evaluator().unit,
+                length,
+                q_along / self._evaluator().unit,
+                self._settings,
             )
         if rejected:
-            return state, before, found
+            for x, start in zip(here.x, before.x, strict=True):
+                x.copy_(start)
+            return state, here, found
         self._go_to(here, now)
         return state, here, now
 
-    def _move(self, state: State, here: _Here, now: _Evaluation) -> tuple[State, _Here]:
-        """Move along the momentum direction, and learn from the gradients. Nothing here calls the closure."""
+    def _move(self, state: State, here: Here, now: Evaluation) -> State:
+        """Move along the momentum direction, and learn from the gradients; ``here.x`` goes along. Calls no closure."""
         options = self.param_groups[0]
-        beta, unit = options["momentum"], self._unit()
+        beta, unit = options["momentum"], self._evaluator().unit
         m = self._vector("momentum")
         for old, g in zip(m, now.g, strict=True):
             torch.mul(g, 1 - beta, out=old) if state.momentum_weight == 0 else old.lerp_(g, 1 - beta)
         weight = beta * state.momentum_weight + (1 - beta)
         state = free.track(state, now.loss, self._settings)._replace(momentum_weight=weight)
         d = here.sharp(m)
-        direction_norm = _root(numbers(dot(m, d))[0]) / weight / unit
+        direction_norm = root(numbers(dot(m, d))[0]) / weight / unit
         decays = {p: group["weight_decay"] for group in self.param_groups for p in group["params"]}
         decay = max(decays.values())
         state = free.choose_step(state, direction_norm, decay, self._settings)
@@ -428,56 +378,22 @@ class SGDOLFree(Optimizer):
             average.lerp_(a, share)
             previous.copy_(a)
         if decay:
-            x = [a.clone() for a in x]
             here.space.scale(x, {p: 1 - state.step_size * decays[p] for p in here.space.params})
-        x = [torch.add(a, b, alpha=-state.step_size / weight / unit) for a, b in zip(x, d, strict=True)]
+        for a, b in zip(x, d, strict=True):
+            a.add_(b, alpha=-state.step_size / weight / unit)
         here.space.put(x)
         metric = self._metric()
         if isinstance(metric, RMS):
             for v, g in zip(self._vector("squares"), now.g, strict=True):
                 v.mul_(metric.decay).addcmul_(g, g)
-        return state, here._replace(x=x)
+        return state
 
     # Evaluating -------------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, here: _Here, closure: Callable[[], Any]) -> _Evaluation:
-        """Evaluate the same batch where the parameters are now, in the metric of this step."""
-        self._begin_call(self._unit())
-        with self._rerun.again(), torch.enable_grad():
-            result = closure()
-        return self._measure(here, result)
-
-    def _go_to(self, here: _Here, now: _Evaluation) -> None:
+    def _go_to(self, here: Here, now: Evaluation) -> None:
         """Back to this point, with its gradient in ``.grad``."""
         here.space.put(here.x)
-        here.space.put_gradients(now.g, self._factor())
-
-    def _begin_call(self, unit: float | None) -> None:
-        self._watched().begin(math.copysign(1.0, self._factor()), unit)
-
-    def _measure(self, here: _Here, result: Any) -> _Evaluation:
-        loss = _loss(result) * math.copysign(1.0, self._factor())
-        _refuse_sparse(here.space.params)
-        found, world = self._watched().found(here.space), self._world()
-        k = found.passes * world.ranks
-        if k < 2:
-            raise RuntimeError(
-                f"SGDOLFree needs at least two independent gradients per step, the closure ran backward() "
-                f"{found.passes} time(s). Split the batch: for x, y in zip(inputs.chunk(2), targets.chunk(2)): "
-                "(loss_fn(model(x), y) / 2).backward()"
-            )
-        assert found.squares is not None
-        g = found.g
-        n = dot(g, here.sharp(g))
-        q = total(found.squares) if here.inverse is None else dot(found.squares, here.inverse)
-        unit = self._unit()
-        if world.ranks == 1:
-            nn, qq = numbers(n, q)
-        else:  # n is that of the mean gradient, which every rank has; Q and the loss in one all-reduce
-            own = torch.stack([q.double(), q.new_tensor(loss, dtype=torch.float64)]).unsqueeze(1)
-            _, own = world.share(here.space.params[:1], own[:0], own, found.passes)
-            nn, qq, loss = numbers(n, own[0, 0], own[1, 0] / world.ranks)
-        return _Evaluation(loss, g, _root(nn) / unit, _root(qq) / unit, k)
+        here.space.put_gradients(now.g, self._evaluator().factor)
 
     # Numbers and vectors ----------------------------------------------------------------------------------------------
 
@@ -491,166 +407,86 @@ class SGDOLFree(Optimizer):
             group["gradients"] = k
             group["step_size"] = state.step_size or group["step_size"]
 
-    def _unit(self) -> float:
-        """What vectors of gradients are multiplied by: 1, or a power of two if their squares would leave the range."""
-        unit: float = self.param_groups[0].get("unit", 1.0)
-        return unit
-
-    def _factor(self) -> float:
-        """The same, negative to ascend."""
-        return -self._unit() if self.param_groups[0]["maximize"] else self._unit()
-
-    def _norm(self, here: _Here, g: Vector) -> float:
-        """||g|| of a vector of gradients: in D^-1."""
-        return _root(numbers(dot(g, here.sharp(g)))[0]) / self._unit()
-
     def _metric(self) -> Any:
         return metrics.get(self.param_groups[0]["metric"])
 
-    def _all(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     def _taking_part(self) -> Space:
         """The parameters that move: those with a gradient now, or with a momentum from before."""
-        params = [p for p in self._all() if p.requires_grad and (p.grad is not None or p in self.state)]
+        params = [p for p in self._params() if p.requires_grad and (p.grad is not None or p in self.state)]
         if not any(p.grad is not None for p in params):
             raise RuntimeError("the closure left no gradient in any parameter: it has to call backward() itself")
-        if self._space is None or set(self._space.params) != set(params):
-            self._space, self._vectors = Space(params), {}
-        return self._space
+        space = self._evaluator().space_of(params)
+        if space is not self._space:
+            self._space, self._vectors = space, {}
+        return space
 
     def _vector(self, name: str) -> Vector:
         """A vector that is kept; each parameter's state holds its part of it."""
         if name not in self._vectors:
             space = self._space
             assert space is not None
-            start = space.point() if name in ("average", "previous") else space.zeros()
+            start = space.zeros()
             for p, piece in space.pieces(start):
                 if name in self.state[p]:
                     piece.copy_(self.state[p][name])
+                elif name in ("average", "previous"):
+                    piece.copy_(real_view(p))
                 self.state[p][name] = piece
             self._vectors[name] = start
         return self._vectors[name]
 
-    def _watched(self) -> Contributions:
-        if self._contributions is None or self._finder is None:
-            self._finder = Finder(self._all(), True, self)
-            self._contributions = Contributions(self._all(), self._finder)
-        return self._contributions
+    def _evaluator(self) -> Evaluator:
+        if self._calls is None:
+            group = self.param_groups[0]
+            self._finder = Finder(self._params(), True, self)
+            sign = -1.0 if group["maximize"] else 1.0
+            self._calls = Evaluator(self._params(), self._finder, sign, group.get("unit", 1.0))
+        return self._calls
 
     def _world(self) -> World:
-        self._watched()
-        assert self._finder is not None
-        return self._finder.world
+        self._evaluator()
+        return super()._world()
 
     # Misuse -----------------------------------------------------------------------------------------------------------
 
-    def _refuse_another_batch(self, here: _Here, now: _Evaluation, again: _Evaluation) -> None:
-        share = self._norm(here, _difference(now.g, again.g)) / now.norm
-        allowed = max(_tolerance(p) for p in here.space.params)
-        if not share <= allowed:
-            raise RuntimeError(
-                "the closure does not evaluate the same batch each time: called twice at the same point, with the same "
-                f"random numbers of torch, its gradients differ by {share:.2g} of their length. Draw the batch before "
-                "step(), outside the closure; random augmentation that does not use torch's global generator belongs "
-                "outside too"
-            )
+    def _remember_where(self, here: Here) -> None:
+        x = here.space.point("left") if here.space.narrow else here.x
+        self._left = (here.space, _versions(here.space), _samples(here.space, x))
 
-    def _remember_where(self, here: _Here) -> None:
-        x = here.space.point() if here.space.narrow else here.x
-        self._left = (here.space, [p._version for p in here.space.params], _samples(x))
-
-    def _refuse_moved(self, here: _Here) -> None:
+    def _refuse_moved(self, space: Space, x: Vector) -> None:
         if self._left is None:
             return
-        space, versions, samples = self._left
-        params = space.params
-        index = next((i for i, p in enumerate(params) if p._version != versions[i]), None)
-        if index is None:
-            x = here.x if space is here.space else space.point()
-            if all(torch.equal(a, b) for a, b in zip(_samples(x), samples, strict=True)):
-                return
-        where = "a parameter" if index is None else f"a parameter of shape {tuple(params[index].shape)}"
+        was_in, versions, left = self._left
+        if was_in is not space:
+            space, x = was_in, was_in.point("there")
+        now = zip(_samples(space, x), left, strict=True)
+        if versions == _versions(space) and all(torch.equal(a, b) for a, b in now):
+            return
         raise RuntimeError(
-            f"{where} was changed by something else since the last step of SGDOLFree, which compares points and would "
-            "be misled. If that was on purpose, say so: opt.moved() after clipping or projecting, opt.restart() after "
-            "loading other weights"
+            "the parameters were changed by something else since the last step of SGDOLFree, which compares points and "
+            "would be misled. If that was on purpose, say so: opt.moved() after clipping or projecting, opt.restart() "
+            "after loading other weights"
         )
 
     # Saving and loading -----------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that ``state_dict()`` returned, exactly; or one that version 0.1 saved, in Euclid's norm."""
-        state_dict = _of_this_version(state_dict)
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        _refuse_other_shapes(saved, state_dict["state"], self._all())
-        super().load_state_dict(state_dict)
-        for index, p in zip(saved, self._all(), strict=True):
-            # torch casts floating-point state to the parameter's type, which would round that of narrow parameters
-            for key, value in state_dict["state"].get(index, {}).items():
-                self.state[p][key] = value.detach().to(device=p.device, copy=True)
-        self._prepare()
+
+        def check(final: dict[str, Any]) -> None:
+            saved = [index for group in final["param_groups"] for index in group["params"]]
+            refuse_other_shapes(saved, final["state"], self._params())
+
+        checkpoint.load(self, super().load_state_dict, of_this_version(state_dict), check, self._prepare)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_settings": self._settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.param_groups = [_Group(group) for group in self.param_groups]
+        self.param_groups = [Group(group) for group in self.param_groups]
         if "defaults" in state:  # unpickled or copied: new parameters, which nobody watches yet
             self._prepare()
-
-
-def _of_this_version(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state, with what version 0.1 saved in today's words."""
-    groups = []
-    for index, group in enumerate(state_dict["param_groups"]):
-        if "averaging" not in group:
-            raise ValueError(f"state_dict was not saved by SGDOLFree: its group {index} has only {sorted(group)}")
-        groups.append({**group})
-    state = {index: {**vectors} for index, vectors in state_dict["state"].items()}
-    for group in groups:
-        if "metric" in group:
-            continue
-        group["metric"] = "euclidean"
-        if "rule" not in group:
-            continue
-        group["rule"] = _rule_of_version_0_1(group["rule"])
-        if group["maximize"]:
-            for index in group["params"]:
-                if "momentum" in state.get(index, {}):
-                    state[index]["momentum"] = -state[index]["momentum"]
-    return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _rule_of_version_0_1(old: dict[str, Any]) -> dict[str, Any]:
-    """What was learned, in the units that are used now. The last step is forgotten: its start was not saved."""
-    alpha, weight = old["alpha"] or 1.0, old["curvature_weight"] or 1.0
-    count = math.sqrt(old["updates"] + 1.0)
-    kept = State(**{name: old[name] for name in State._fields if name in old})
-    learned = kept._replace(
-        first_norm=math.sqrt(old["alpha"]),
-        signal=old["signal"] / alpha,
-        noise=old["noise"] / alpha,
-        signal_root=math.sqrt(old["signal_squares"]) / alpha,
-        recent_signal=old["recent_signal"] / alpha,
-        recent_noise=old["recent_noise"] / alpha,
-        curvature=math.sqrt(old["curvature_squares"] / weight),
-        stiffness=math.sqrt(old["norm_squares"] / weight),
-        curvature_weight=weight * count,
-        step_size=0.0,
-    )
-    return learned._asdict()
-
-
-def _refuse_other_shapes(saved: list[Any], state: dict[Any, dict[str, Tensor]], params: list[Tensor]) -> None:
-    for index, p in zip(saved, params, strict=False):
-        for name, value in state.get(index, {}).items():
-            if value.shape != real_view(p).shape:
-                raise ValueError(
-                    f"state_dict does not fit: {name} of parameter {index} has shape {tuple(value.shape)}, the "
-                    f"parameter {tuple(p.shape)}"
-                )
 
 
 def _geometric_sum(ratio: float, count: int) -> float:
@@ -658,57 +494,11 @@ def _geometric_sum(ratio: float, count: int) -> float:
     return float(count) if ratio == 1 else (1 - ratio**count) / (1 - ratio)
 
 
-def _root(square: float) -> float:
-    return math.sqrt(square) if square >= 0 else math.nan
+def _versions(space: Space) -> list[int]:
+    """How often the parameters were written to, of a model that is too large to be compared whole."""
+    return [] if space.size <= WHOLE else [p._version for p in space.params]
 
 
-def _difference(a: Vector, b: Vector) -> Vector:
-    return [x - y for x, y in zip(a, b, strict=True)]
-
-
-def _samples(x: Vector) -> Vector:
-    return [flat[:: max(1, flat.numel() // SAMPLED)].clone() for flat in x]
-
-
-def _loss(result: Any) -> float:
-    if isinstance(result, Tensor) and result.numel() == 1:
-        return float(result.detach())
-    if isinstance(result, Real) and not isinstance(result, bool):
-        return float(result)
-    raise TypeError(f"the closure must return the loss of the batch, a number or a tensor with one, got {result!r}")
-
-
-def _tolerance(p: Tensor) -> float:
-    """By how much two gradients of the same batch may differ: kernels on accelerators add in any order."""
-    rounding = math.sqrt(torch.finfo(p.dtype).eps)
-    return rounding if p.device.type == "cpu" else max(rounding, 0.01)
-
-
-def _refuse_sparse(params: list[Tensor]) -> None:
-    for index, p in enumerate(params):
-        if p.grad is not None and p.grad.layout != torch.strided:
-            raise RuntimeError(
-                f"SGDOLFree does not support sparse gradients: parameter {index} of shape {tuple(p.shape)} has a "
-                f"gradient of layout {p.grad.layout}; use a dense one (torch.nn.Embedding(..., sparse=False))"
-            )
-
-
-def _check(name: str, value: Any, allowed: Callable[[Any], Any], sentence: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, {sentence}, got {value!r}")
-    if not (math.isfinite(value) and allowed(value)):
-        raise ValueError(f"{name} must be {sentence}, got {value!r}")
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    _check("momentum", options["momentum"], lambda v: 0 <= v < 1, "at least 0 and less than 1")
-    _check("averaging", options["averaging"], lambda v: v >= 0, "at least 0 and finite")
-    _check("weight_decay", options["weight_decay"], lambda v: v >= 0, "at least 0 and finite")
-    if not isinstance(metrics.get(options["metric"]), RMS | Euclidean):
-        raise TypeError(
-            f"SGDOLFree's metric must be Euclidean, RMS or AdaGrad of sgdol.metrics, got {options['metric']!r}"
-        )
-    if not isinstance(options["maximize"], bool):
-        raise TypeError(f"maximize must be True or False, got {options['maximize']!r}")
-    if options["foreach"] not in (None, True, False):
-        raise TypeError(f"foreach must be None, True or False, got {options['foreach']!r}")
+def _samples(space: Space, x: Vector) -> Vector:
+    """The point itself, whose memory is kept, or a few coordinates of a large one."""
+    return x if space.size <= WHOLE else [flat[:: max(1, flat.numel() // SAMPLED)].clone() for flat in x]

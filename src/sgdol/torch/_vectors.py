@@ -7,7 +7,8 @@ say one as a rule. Values are in float32 or wider.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -15,12 +16,23 @@ from torch import Tensor
 from sgdol.metrics import RMS, Means
 from sgdol.torch._tensors import real_gradient, real_view, wide_dtype
 
-__all__ = ["Space", "Vector", "dot", "largest", "norm", "numbers", "total"]
+__all__ = ["Space", "Vector", "dot", "largest", "multiply", "norm", "numbers", "total"]
 
 Vector = list[Tensor]
 
-TINY, HUGE = 1e-140, 1e140
-"""Norms whose squares are safe in float64."""
+KEPT = 1 << 20
+"""Vectors of at most so many coordinates keep their memory from step to step."""
+
+LONG = 1 << 12
+"""Tensors that are longer than this on average are summed one by one: the kernel for all at once is a slow one."""
+
+FEW = 64
+"""How many coordinates of a gradient are compared to notice that it was rescaled."""
+
+
+def multiply(a: Vector, b: Vector, out: Vector) -> Vector:
+    """The products of the coordinates, in this memory."""
+    return [torch.mul(x, y, out=z) for x, y, z in zip(a, b, out, strict=True)]
 
 
 def dot(a: Vector, b: Vector) -> Tensor:
@@ -46,12 +58,11 @@ def largest(a: Vector) -> float:
 
 
 def norm(a: Vector) -> float:
-    """||a||, whatever its scale: taken in float64, and again of a multiple if the squares leave that range."""
-    value = _norm(a)
-    if TINY < value < HUGE or value == 0:
-        top = largest(a) if value == 0 else 1.0
-        if value or top == 0:
-            return value
+    """||a||, whatever its scale: taken again of a multiple if the squares come near the end of the range."""
+    value = math.sqrt(numbers(dot(a, a))[0])
+    safe = min(torch.finfo(x.dtype).max for x in a) ** 0.25
+    if 1 / safe < value < safe:
+        return value
     top = largest(a)
     return _norm([x.double() / top for x in a]) * top if 0 < top < float("inf") else value
 
@@ -67,50 +78,68 @@ def _sum(scalars: list[Tensor]) -> Tensor:
     return first
 
 
+class _Memory:
+    """A flat tensor, and each parameter's part of it in its shape."""
+
+    def __init__(self, kind: _Kind, flat: Tensor) -> None:
+        self.flat = flat
+        self.pieces = [v.view(s) for v, s in zip(flat.split(kind.sizes), kind.shapes, strict=True)]
+
+
 class _Kind:
     """Parameters on one device whose values are summed in one type."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
         self.dtype = wide_dtype(params[0].dtype)
+        self.device = params[0].device
         self.shapes = [real_view(p).shape for p in params]
         self.sizes = [shape.numel() for shape in self.shapes]
-        self.counts = torch.tensor(self.sizes, dtype=self.dtype, device=params[0].device)
+        self.size = sum(self.sizes)
+        self._kept: dict[int, _Memory] = {}
         self._pointers: list[int] = []
-        self._flat: list[Tensor] = []
+        self._own: list[Tensor] = []
 
-    def flat(self) -> list[Tensor]:
-        """The parameters' own memory, flat; of one that is not contiguous, in its shape."""
+    def own(self) -> list[Tensor]:
+        """The parameters' own memory, as real tensors."""
         pointers = [p.data_ptr() for p in self.params]
         if pointers != self._pointers:
-            views = [real_view(p.detach()) for p in self.params]
-            self._flat = [v.view(-1) if v.is_contiguous() else v for v in views]
+            self._own = [real_view(p.detach()) for p in self.params]
+            for view, shape in zip(self._own, self.shapes, strict=True):
+                if view.shape != shape:
+                    raise RuntimeError(
+                        f"a parameter has shape {tuple(view.shape)} now and had {tuple(shape)} before, which what was "
+                        "learned belongs to: call opt.restart()"
+                    )
             self._pointers = pointers
-        return self._flat
+        return self._own
 
-    def gather(self, pieces: Sequence[Tensor]) -> Tensor:
-        """These tensors, one for each parameter, as one flat tensor of the wide type."""
-        return torch.cat([piece.reshape(-1) for piece in pieces]).to(self.dtype)
+    def keep(self, flat: Tensor) -> Tensor:
+        """Remember the parts of memory that is kept anyway."""
+        self._kept[id(flat)] = _Memory(self, flat)
+        return flat
 
-    def gradients(self) -> Tensor:
-        pieces = []
-        for p, size in zip(self.params, self.sizes, strict=True):
-            grad = p.grad
-            if grad is None:
-                pieces.append(torch.zeros(size, dtype=self.dtype, device=p.device))
-            else:
-                pieces.append(real_gradient(grad))
-        return self.gather(pieces)
+    def pieces(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's part, in its shape."""
+        kept = self._kept.get(id(flat))
+        return kept.pieces if kept is not None and kept.flat is flat else _Memory(self, flat).pieces
 
-    def split(self, flat: Tensor) -> list[Tensor]:
-        return list(flat.split(self.sizes))
+    def sums(self, flat: Tensor) -> list[float]:
+        """The sum over each parameter, of coordinates that are not negative."""
+        pieces = self.pieces(flat)
+        if self.size > LONG * len(pieces):
+            return torch.stack([piece.sum() for piece in pieces]).tolist()
+        return torch.stack(torch._foreach_norm(pieces, 1)).tolist()
 
-    def scatter(self, flat: Tensor) -> None:
-        targets = self.flat()
-        pieces = self.split(flat)
-        if any(t.dim() != 1 for t in targets):
-            pieces = [piece.view(t.shape) for piece, t in zip(pieces, targets, strict=True)]
-        torch._foreach_copy_(targets, pieces)
+    def gradients(self, flat: Tensor) -> Tensor:
+        """What is in ``.grad``, 0 where nothing is."""
+        pieces = self.pieces(flat)
+        found = [p.grad for p in self.params]
+        if any(g is None for g in found):
+            flat.zero_()
+            pieces = [piece for piece, g in zip(pieces, found, strict=True) if g is not None]
+        torch._foreach_copy_(pieces, [real_gradient(g) for g in found if g is not None])
+        return flat
 
 
 class Space:
@@ -120,65 +149,96 @@ class Space:
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for p in params:
             kinds.setdefault((p.device, wide_dtype(p.dtype)), []).append(p)
+        self._kinds = [_Kind(some) for some in kinds.values()]
+        self._kept: dict[str, Vector] = {}
         self.given = params
         """As they were given."""
-        self._kinds = [_Kind(some) for some in kinds.values()]
         self.params = [p for kind in self._kinds for p in kind.params]
         """All of them, in the order in which they lie in a vector."""
-        self.size = sum(sum(kind.sizes) for kind in self._kinds)
+        self.size = sum(kind.size for kind in self._kinds)
         """How many real coordinates there are."""
+        self.keeps = self.size <= KEPT
+        """Whether memory is kept by its name."""
         self.narrow = any(real_view(p).dtype != wide_dtype(p.dtype) for p in params)
         """Whether a parameter cannot hold what a vector can."""
 
     # Parameters and vectors -------------------------------------------------------------------------------------------
 
-    def point(self) -> Vector:
-        """Where the parameters are: a copy."""
-        return [kind.gather(kind.flat()) for kind in self._kinds]
+    def empty(self, name: str) -> Vector:
+        """Memory for a vector. Small ones are kept by their name: asking for memory would cost more than using it.
 
-    def gradients(self, factor: float) -> Vector:
-        """What is in ``.grad``, 0 where nothing is, times a factor: a copy."""
-        found = [kind.gradients() for kind in self._kinds]
-        return found if factor == 1.0 else [g.mul_(factor) for g in found]
+        Whoever asks for a name again writes over what he got before.
+        """
+        found = self._kept.get(name)
+        if found is None:
+            found = [torch.empty(kind.size, dtype=kind.dtype, device=kind.device) for kind in self._kinds]
+            if self.keeps:
+                self._kept[name] = self._watch(found)
+        return found
+
+    def zeros(self) -> Vector:
+        """A vector that will be kept."""
+        return self._watch([torch.zeros(kind.size, dtype=kind.dtype, device=kind.device) for kind in self._kinds])
+
+    def _watch(self, v: Vector) -> Vector:
+        return [kind.keep(flat) for kind, flat in zip(self._kinds, v, strict=True)]
+
+    def point(self, name: str) -> Vector:
+        """Where the parameters are: a copy, in the memory of this name."""
+        x = self.empty(name)
+        for kind, flat in zip(self._kinds, x, strict=True):
+            torch._foreach_copy_(kind.pieces(flat), kind.own())
+        return x
 
     def put(self, x: Vector) -> None:
         """Move the parameters there."""
         for kind, flat in zip(self._kinds, x, strict=True):
-            kind.scatter(flat)
+            torch._foreach_copy_(kind.own(), kind.pieces(flat))
+
+    def gradients(self, factor: float, name: str) -> Vector:
+        """What is in ``.grad``, 0 where nothing is, times a factor: a copy, in the memory of this name."""
+        found = [kind.gradients(flat) for kind, flat in zip(self._kinds, self.empty(name), strict=True)]
+        return found if factor == 1.0 else [g.mul_(factor) for g in found]
 
     def put_gradients(self, g: Vector, factor: float) -> None:
-        """Leave these gradients, divided by the factor, in ``.grad``."""
+        """Leave copies of these gradients, divided by the factor, in ``.grad``."""
         for p, piece in self.pieces(g):
-            grad = piece if factor == 1.0 else piece / factor
-            grad = grad.to(real_view(p).dtype)
+            grad = (piece / factor).to(real_view(p).dtype)
             p.grad = torch.view_as_complex(grad) if p.is_complex() else grad
 
-    def collect(self, piece: Callable[[Tensor], Tensor]) -> Vector:
-        """A vector from a tensor for each parameter."""
-        return [kind.gather([piece(p) for p in kind.params]) for kind in self._kinds]
+    def has_gradient(self, g: Vector, factor: float) -> bool:
+        """Whether the largest parameter's gradient is what this vector says, as far as a few entries tell."""
+        sizes = self._kinds[0].sizes
+        place = sizes.index(max(sizes))
+        grad = self._kinds[0].params[place].grad
+        if grad is None:
+            return False
+        piece = self._kinds[0].pieces(g[0])[place].view(-1)[:FEW]
+        entries = real_gradient(grad).reshape(-1)[:FEW]
+        return torch.equal(piece if factor == 1.0 else piece / factor, entries.to(piece.dtype))
+
+    def collect(self, piece: Callable[[Tensor], Tensor], name: str) -> Vector:
+        """A vector from a tensor for each parameter, in the memory of this name."""
+        v = self.empty(name)
+        for kind, flat in zip(self._kinds, v, strict=True):
+            torch._foreach_copy_(kind.pieces(flat), [real_gradient(piece(p)) for p in kind.params])
+        return v
 
     def taken_from(self, other: Space, v: Vector) -> Vector:
         """A vector of another space over this one's parameters: 0 where that had none."""
         if other is self:
             return v
         known = dict(other.pieces(v))
-        result = self.zeros()
+        result = [torch.zeros(kind.size, dtype=kind.dtype, device=kind.device) for kind in self._kinds]
         for p, piece in self.pieces(result):
             if p in known:
                 piece.copy_(known[p])
         return result
 
-    def zeros(self) -> Vector:
-        """The origin."""
-        return [torch.zeros(sum(k.sizes), dtype=k.dtype, device=k.params[0].device) for k in self._kinds]
-
-    def pieces(self, v: Vector) -> list[tuple[Tensor, Tensor]]:
+    def pieces(self, v: Vector) -> Iterable[tuple[Tensor, Tensor]]:
         """Each parameter with its part of the vector, in its (real) shape; writing to it writes to the vector."""
-        return [
-            (p, piece.view(shape))
-            for kind, flat in zip(self._kinds, v, strict=True)
-            for p, piece, shape in zip(kind.params, kind.split(flat), kind.shapes, strict=True)
-        ]
+        for kind, flat in zip(self._kinds, v, strict=True):
+            yield from zip(kind.params, kind.pieces(flat), strict=True)
 
     # Arithmetic -------------------------------------------------------------------------------------------------------
 
@@ -190,28 +250,32 @@ class Space:
                 flat.mul_(factor)
             return
         for kind, flat in zip(self._kinds, v, strict=True):
-            torch._foreach_mul_(kind.split(flat), [factors[p] for p in kind.params])
+            torch._foreach_mul_(kind.pieces(flat), [factors[p] for p in kind.params])
 
     def rescale(self, squares: Vector, before: Vector, now: Vector) -> None:
         """Squares of contributions to gradients that have been rescaled since, or written by hand: those are one."""
         for kind, q, old, new in zip(self._kinds, squares, before, now, strict=True):
-            norms = zip(torch._foreach_norm(kind.split(old)), torch._foreach_norm(kind.split(new)), strict=True)
-            for piece, g, (a, b) in zip(kind.split(q), kind.split(new), norms, strict=True):
+            gradients = kind.pieces(new)
+            norms = zip(torch._foreach_norm(kind.pieces(old)), torch._foreach_norm(gradients), strict=True)
+            for piece, g, (a, b) in zip(kind.pieces(q), gradients, norms, strict=True):
                 torch.mul(g, g, out=piece) if a == 0 else piece.mul_((b / a) ** 2)
 
     def inverse_diagonal(self, metric: RMS, squares: Vector | None, weight: float, g: Vector) -> Vector:
         """1/D, from the weighted sums of the past squares and of the weights; without a past, from this gradient.
 
-        With the coefficients of :meth:`sgdol.metrics.RMS.coefficients`, which stay on the device.
+        With the coefficients of :meth:`sgdol.metrics.RMS.coefficients`.
         """
-        seen = [x * x for x in g] if squares is None else squares
-        parts = list(zip(self._kinds, seen, strict=True))
-        sums = [torch.stack(torch._foreach_norm(kind.split(v), 1)) for kind, v in parts]
-        overall = _sum([s.sum() for s in sums]) / (self.size * (weight or 1.0))
-        result = []
-        for (kind, v), s in zip(parts, sums, strict=True):
-            a, c = metric.coefficients(weight, Means(s / (kind.counts * (weight or 1.0)), overall.to(s)))
-            inverse = torch.zeros_like(v) if squares is None else v * (a * a)
-            torch._foreach_add_(kind.split(inverse), list((c * c).unbind()))
-            result.append(inverse.rsqrt_())
+        seen = multiply(g, g, self.empty("scratch")) if squares is None else squares
+        sums = [kind.sums(v) for kind, v in zip(self._kinds, seen, strict=True)]
+        share = self.size / (sum(map(sum, sums)) or 1.0)
+        # The coefficients for an overall mean of 1, of tensors whose own mean is 1 and 0: between them D^2 is linear.
+        a, c = metric.coefficients(weight, Means(1.0, 1.0))
+        _, least = metric.coefficients(weight, Means(0.0, 1.0))
+        slope, least, a = c * c - least * least, least * least, a * a * share * (weight or 1.0)
+        result = self.empty("inverse")
+        for kind, v, s, inverse in zip(self._kinds, seen, sums, result, strict=True):
+            torch.mul(v, 0.0 if squares is None else a, out=inverse)
+            floors = [least + slope * share * x / size if size else 1.0 for x, size in zip(s, kind.sizes, strict=True)]
+            torch._foreach_add_(kind.pieces(inverse), floors)
+            inverse.rsqrt_()
         return result
