@@ -268,15 +268,14 @@ _COLOURS = {"holds": "green", "holds in part": "yellow", "does not hold": "red",
 
 
 def _print_claims(found: Sequence[Claim]) -> None:
-    from sgdol.paper.report import measurement, tally
+    from sgdol.paper.report import decisions, measurement, tally
 
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("verdict", no_wrap=True)
     table.add_column("claim", no_wrap=True)
-    table.add_column("the number that decides", overflow="fold")
+    table.add_column("the part that decides", overflow="fold")
     for claim in found:
-        headline = claim.headline
-        decides = Text(f"{headline.what}: {measurement(headline)}")
+        decides = Text("\n".join(f"{label}: {part.what}: {measurement(part)}" for label, part in decisions(claim)))
         table.add_row(Text(claim.verdict, style=_COLOURS[claim.verdict]), claim.id, decides)
     out.print(table, soft_wrap=False)
     out.print(f"\n{tally(found)}")

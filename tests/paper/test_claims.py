@@ -20,20 +20,20 @@ def verdicts(results):
 def test_in_a_world_where_the_paper_is_right_all_but_the_fine_grid_holds(written_results):
     found = verdicts(written_results(repeats=40))
     assert {name: verdict for name, verdict in found.items() if verdict != "holds"} == {
-        "smoothness-1002": "holds in part"
+        "smoothness-1002": "does not hold"
     }
 
 
 def test_a_stalling_sgdol_fails_where_the_paper_says_that_it_converges(written_results):
     found = verdicts(written_results(repeats=40, stalls=("SGDOL Global",)))
     assert found["converges-under-noise"] == "does not hold"
-    assert found["step-decreases"] == "holds in part"
-    assert found["rosenbrock-similar"] == "holds in part"
+    assert found["step-decreases"] == "does not hold"
+    assert found["rosenbrock-similar"] == "does not hold"
     assert found["recovers-sgd"] == "holds"
 
 
 def test_a_stalling_adagrad_is_not_comparable(written_results):
-    assert verdicts(written_results(stalls=("AdaGrad Global",)))["adagrad-comparable"] == "holds in part"
+    assert verdicts(written_results(stalls=("AdaGrad Global",)))["adagrad-comparable"] == "does not hold"
 
 
 def test_too_few_repeats_are_seen(written_results):
@@ -45,7 +45,7 @@ def test_too_few_repeats_are_seen(written_results):
 def test_a_rate_at_the_edge_of_its_grid_is_seen(written_results):
     found = verdicts(written_results(rate=5e-3))
     assert found["adult-tuning"] == "holds in part"
-    assert found["smoothness-1002"] == "holds in part"
+    assert found["smoothness-1002"] == "does not hold"
 
 
 def test_what_was_not_run_is_not_measured(written_results):
@@ -75,7 +75,7 @@ def test_claims_survive_being_written_and_read(written_results, tmp_path):
 def test_progress_is_told_before_each_check(written_results):
     told = []
     claims.check_claims(Reader(written_results()), theorems=False, progress=told.append)
-    assert len(told) == len(claims.CHECKS)
+    assert told == [check.id for check in claims.CHECKS if check.kind != "theorem"]
 
 
 def test_a_diverged_run_counts_as_infinitely_far_off(written_results):
