@@ -12,8 +12,8 @@ import pytest
 
 import sgdol
 from sgdol import cli
-from sgdol.paper.publish import Publication
 from sgdol.paper.configuration import DEFAULT_HORIZON, QUICK_HORIZON
+from sgdol.paper.publish import Publication
 from sgdol.paper.verdict import Claim, Part
 
 

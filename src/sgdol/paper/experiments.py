@@ -15,7 +15,18 @@ from sgdol.paper.data import balanced_adult
 from sgdol.paper.problems import AdultClassifier, Problem, Rosenbrock
 from sgdol.paper.tuning import Criterion, Grid
 
-__all__ = ["ADULT", "EXPERIMENTS", "FIGURES", "ROSENBROCK", "Experiment", "PaperFigure", "SearchLook"]
+__all__ = [
+    "ADULT",
+    "EXPERIMENTS",
+    "FIGURES",
+    "ROSENBROCK",
+    "TUNING",
+    "Costs",
+    "Experiment",
+    "PaperFigure",
+    "SearchLook",
+    "iteration_cost",
+]
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,14 @@ class SearchLook(NamedTuple):
     """Where the crosses of diverged rates stand, as a share of the axis."""
 
 
+class Costs(NamedTuple):
+    """How long an iteration of each part takes, next to one another: for an estimate of the time left, no more."""
+
+    tuning: float
+    noiseless: float
+    noisy: float
+
+
 @dataclass(frozen=True)
 class Experiment:
     """One experiment."""
@@ -56,6 +75,7 @@ class Experiment:
     repeats: int
     """How often the paper repeats each noisy run."""
     search_look: SearchLook
+    costs: Costs
     optimum: float | None = None
     """f*, if it is known."""
     noiseless_share: int = 1
@@ -130,6 +150,7 @@ ROSENBROCK = Experiment(
     criterion=Criterion(),
     repeats=40,
     search_look=SearchLook("#0072B2", "-", "o", 0.97),
+    costs=Costs(tuning=2, noiseless=1.5, noisy=1),
     optimum=Rosenbrock.optimum,
 )
 
@@ -179,10 +200,14 @@ ADULT = Experiment(
     criterion=Criterion(objective_tolerance=0.002),
     repeats=5,
     search_look=SearchLook("#D55E00", (0, (4, 1.5)), "s", 0.9),
+    costs=Costs(tuning=700, noiseless=200, noisy=10),
     noiseless_share=10,
     uses_data=True,
     gl_constants="f* by the lowest objective of the searches, the variance by that at x_1",
 )
+
+TUNING = "tuning"
+"""What the search for the rates is called among the parts of a run, where the others have their noise."""
 
 EXPERIMENTS: Mapping[str, Experiment] = {experiment.name: experiment for experiment in (ROSENBROCK, ADULT)}
 """The experiments by name, in the order in which they are run."""
@@ -194,3 +219,16 @@ FIGURES: Mapping[int, tuple[Experiment, PaperFigure]] = {
     )
 }
 """The paper's figures by number, each with its experiment."""
+
+
+def iteration_cost(part: str) -> float:
+    """How long an iteration of a part of the reproduction takes, next to those of the others.
+
+    >>> iteration_cost("adult: tuning") > iteration_cost("adult: batch=1: SGD")
+    True
+    """
+    name, what = part.split(": ")[:2]
+    costs = EXPERIMENTS[name].costs
+    if what == TUNING:
+        return costs.tuning
+    return costs.noiseless if what == EXPERIMENTS[name].noiseless else costs.noisy

@@ -67,6 +67,9 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk does not say what was written
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

@@ -19,7 +19,7 @@ import xarray as xr
 
 import sgdol
 from sgdol.paper.configuration import Configuration, Horizons
-from sgdol.paper.experiments import EXPERIMENTS, Experiment
+from sgdol.paper.experiments import EXPERIMENTS, TUNING, Experiment
 from sgdol.paper.methods import Method, methods
 from sgdol.paper.problems import Noise, Problem
 from sgdol.paper.recording import DIVERGENCE, Trace
@@ -150,7 +150,7 @@ class _Job:
         return parts | {self._noisy_part(noise, method): self.horizons.noisy for noise, method in self.noisy()}
 
     def _tuning_part(self) -> str:
-        return f"{self.problem.name}: tuning"
+        return f"{self.problem.name}: {TUNING}"
 
     def _noiseless_part(self) -> str:
         return f"{self.problem.name}: {self._noiseless().name}"

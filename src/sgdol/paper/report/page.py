@@ -26,6 +26,7 @@ from sgdol.paper.report.sections import Page, Picture, Section
 from sgdol.paper.report.words import (
     GROUPS,
     command,
+    counted,
     decisions,
     duration,
     maths,
@@ -50,8 +51,9 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # the methods keep the order of the paper
     environment.filters |= {"maths": maths, "number": number, "measurement": measurement, "duration": duration}
-    environment.globals |= {"marks": _MARKS, "classes": _CLASSES, "decisions": decisions}
+    environment.globals |= {"marks": _MARKS, "classes": _CLASSES, "decisions": decisions, "counted": counted}
     return environment
 
 

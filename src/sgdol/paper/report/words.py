@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import platform
 import re
@@ -14,12 +13,14 @@ from typing import Any, NamedTuple
 from markupsafe import Markup, escape
 
 import sgdol
+from sgdol.paper.environment import installed
 from sgdol.paper.verdict import KINDS, VERDICTS, Claim, Kind, Part, Verdict
 
 __all__ = [
     "GROUPS",
     "Decision",
     "command",
+    "counted",
     "decisions",
     "duration",
     "markdown",
@@ -131,8 +132,17 @@ def decisions(claim: Claim) -> list[Decision]:
     return [Decision("main part" if headline.main else "nearest call", headline)]
 
 
+def counted(count: int, verdict: Verdict) -> str:
+    """How many have a verdict.
+
+    >>> counted(1, "does not hold"), counted(2, "holds in part")
+    ('1 does not hold', '2 hold in part')
+    """
+    return f"{count} {_VERBS[verdict][count != 1]}"
+
+
 def _counted(counts: Counter[Verdict]) -> str:
-    words = [f"{counts[v]} {_VERBS[v][counts[v] != 1]}" for v in VERDICTS if counts[v]]
+    words = [counted(counts[v], v) for v in VERDICTS if counts[v]]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
@@ -189,21 +199,11 @@ def markdown(claims: Iterable[Claim]) -> str:
     return "\n".join(rows)
 
 
-def _installed(*packages: str) -> dict[str, str]:
-    found = {}
-    for name in packages:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
 def versions() -> dict[str, str]:
     """The versions of what computed the results."""
     own = {"sgdol": sgdol.__version__, "Python": platform.python_version()}
     machine = {"machine": f"{platform.system()} {platform.machine()}"}
-    return own | _installed("numpy", "jax", "jaxlib", "optax", "xarray", "matplotlib") | machine
+    return own | installed(("numpy", "jax", "jaxlib", "optax", "xarray", "matplotlib")) | machine
 
 
 def command(configuration: Any) -> str:

@@ -78,7 +78,7 @@
   // The curves.
   if ($("curves-data")) {
     const data = JSON.parse($("curves-data").textContent);
-    const [width, height, left, bottom, top, right] = [340, 230, 52, 26, 8, 8];
+    const [width, height, left, bottom, top, right] = [340, 245, 52, 41, 8, 8];
     const experimentChoice = $("curves-experiment"), quantityChoice = $("curves-quantity");
     for (const [i, e] of data.experiments.entries()) experimentChoice.add(new Option(e.title, i));
     for (const [name, title] of Object.entries(data.quantities)) quantityChoice.add(new Option(title, name));
@@ -131,8 +131,9 @@
       svg.setAttribute("aria-label", `${data.quantities[quantity]} by iteration, ${panel.title}: ${shown.join(", ")}`);
       for (let t = 1; t <= last; t *= 10) {
         draw("line", { x1: x(t), x2: x(t), y1: top, y2: height - bottom, class: "grid" }, svg);
-        draw("text", { x: x(t), y: height - 8, "text-anchor": "middle" }, svg).textContent = t >= 1e4 ? `1e${Math.round(Math.log10(t))}` : t;
+        draw("text", { x: x(t), y: height - 24, "text-anchor": "middle" }, svg).textContent = t >= 1e4 ? `1e${Math.round(Math.log10(t))}` : t;
       }
+      draw("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, svg).textContent = "iteration";
       const decades = Math.round(Math.log10(high / low)), every = Math.ceil(decades / 6);
       const ticks = log
         ? Array.from({ length: Math.floor(decades / every) + 1 }, (_, i) => low * 10 ** (i * every))
@@ -158,7 +159,7 @@
           draw("polygon", { points: points.map((p) => p.map((c) => c.toFixed(1)).join()).join(" "), fill: colour(m), opacity: 0.13 }, svg);
         }
         draw("path", {
-          d: path(mean), fill: "none", stroke: colour(m), "stroke-width": m.startsWith("SGDOL") ? 2.4 : 1.6,
+          d: path(mean), fill: "none", stroke: colour(m), "stroke-width": m.startsWith("SGDOL") ? 2.6 : 1.8,
           "stroke-dasharray": data.looks[m].dashes, "data-method": m,
         }, svg);
       }
