@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 OUT ?= results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce test test-slow lint bench bench-scale bench-peers bench-peers-smoke bench-peers-tables clean
+.PHONY: help setup reproduce test test-slow test-browser lint bench bench-scale bench-peers bench-peers-smoke bench-peers-tables clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 28
@@ -28,6 +28,10 @@ test: setup  ## the tests, in parallel
 
 test-slow: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+test-browser: setup  ## the report in Chromium, with axe-core where npm has it
+	npm install --silent --no-audit --no-fund --prefix $(VENV)/axe axe-core@4.14.0 || echo "no axe-core: its test is skipped"
+	$(BIN)/python -m pytest -m browser
 
 lint: setup  ## ruff, mypy and the import contract
 	$(BIN)/ruff check .

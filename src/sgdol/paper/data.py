@@ -328,7 +328,8 @@ def _parse(line: bytes, row: NDArray[np.float64]) -> int:
         except ValueError:
             raise ValueError(f"found {shown(word)}, expected a pair index:value such as 3:1") from None
         if not 1 <= index <= len(row):
-            raise ValueError(f"found the index {shown(index_text)}, allowed are 1 to {len(row)}")
+            found = index if len(index_text) <= 20 else shown(index_text)
+            raise ValueError(f"found the index {found}, allowed are 1 to {len(row)}")
         if index <= last:
             raise ValueError(f"found the index {index} after {last}, indices must ascend")
         if not math.isfinite(value):

@@ -22,7 +22,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -138,11 +138,11 @@ class Results:
     def curves(self, experiment: str, noise: str, method: str) -> xr.Dataset:
         """The curves of one run: dims repeat and iteration."""
         path = self.curves_path(experiment, noise, method)
-        return self._own(path, {"experiment": experiment, "noise": noise, "method": method})
+        return self._own(path, {"experiment": experiment, "noise": noise, "method": method}, {"repeat", "iteration"})
 
     def tuning(self, experiment: str, method: str) -> xr.Dataset:
         """The search curve of one method: dim rate."""
-        return self._own(self.tuning_path(experiment, method), {"experiment": experiment, "method": method})
+        return self._own(self.tuning_path(experiment, method), {"experiment": experiment, "method": method}, {"rate"})
 
     def summary(self) -> list[dict[str, Any]]:
         """One row per run, with means over the repeats at the horizon (see :data:`SUMMARY_COLUMNS`)."""
@@ -192,9 +192,11 @@ class Results:
         _known("experiment", experiment, tuple(EXPERIMENTS))
         return self.folder / "tuning" / experiment / f"{_slug(method)}.nc"
 
-    def _own(self, path: Path, names: Mapping[str, str]) -> xr.Dataset:
+    def _own(self, path: Path, names: Mapping[str, str], dimensions: Set[str]) -> xr.Dataset:
         """The dataset of a file, if it is of the run that its place says and of this folder's configuration."""
         dataset = self._read(path)
+        if set(dataset.dims) != dimensions:
+            raise ResultsError(f"{path} holds something else than its place says: move it away and run it again")
         configuration, experiment = self.configuration, EXPERIMENTS[names["experiment"]]
         horizons = configuration.horizons(experiment.name)
         expected: dict[str, Any] = {**names, "version": self.version}

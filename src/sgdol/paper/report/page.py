@@ -104,6 +104,7 @@ def render(
             versions=versions(),
             times=_times(timings or {}),
         )
+        .lstrip()
     )
 
 
