@@ -7,6 +7,7 @@ its runs are. To add one, write its problem (:mod:`sgdol.paper.problems`) and on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -113,9 +114,11 @@ class Experiment:
 
 _OTHER_METHODS = ("SGDOL Global", "AdaGrad Coordinate", "RMSProp", "AdaDelta", "AMSGrad", "Hypergradient")
 
+_rosenbrock = functools.cache(Rosenbrock)  # compiled programs are kept by problem
+
 ROSENBROCK = Experiment(
     name="rosenbrock",
-    build=lambda configuration: Rosenbrock(configuration.noise_model),
+    build=lambda configuration: _rosenbrock(configuration.noise_model),
     panels={
         "sigma=0": "no noise",
         "sigma=0.2": "small noise, $\\sigma = 0.2$",

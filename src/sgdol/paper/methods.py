@@ -8,6 +8,7 @@ with many rates at once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -223,14 +224,19 @@ _SGDOL: dict[str, Any] = {
 
 
 def methods(adagrad_form: AdaGradForm = "current") -> dict[str, Method]:
-    """The methods by the paper's names, in the order of its figures.
+    """The methods by the paper's names, in the order of its figures; always the same objects.
 
     >>> [name for name, method in methods().items() if not method.tuned]
     ['SGDOL Global', 'SGDOL Coordinate', 'SGD GL']
     """
     if adagrad_form not in ADAGRAD_FORMS:
         raise ValueError(f"adagrad_form must be 'current' or 'delayed', got {adagrad_form!r}")
-    table = (
+    return {method.name: method for method in _table(adagrad_form)}
+
+
+@functools.cache  # compiled programs are kept by method
+def _table(adagrad_form: AdaGradForm) -> tuple[Method, ...]:
+    return (
         Method("SGDOL Global", _sgdol("global"), **_SGDOL),
         Method("SGDOL Coordinate", _sgdol("coordinate"), **_SGDOL),
         Method("SGD", optax.sgd, step_size_of=_rate),
@@ -261,7 +267,6 @@ def methods(adagrad_form: AdaGradForm = "current") -> dict[str, Method]:
         Method("AMSGrad", lambda learning_rate: optax.amsgrad(learning_rate, b1=0.9, b2=0.999, eps=1e-8)),
         Method("Hypergradient", hypergradient, tuned=("learning_rate", "beta"), step_size_of=_state_step_size),
     )
-    return {method.name: method for method in table}
 
 
 METHODS: tuple[str, ...] = tuple(methods())
