@@ -123,7 +123,7 @@ def test_momentum_agrees_with_the_reference(source, k, estimator, granularity, s
 @pytest.mark.parametrize("granularity", list(BLOCKS))
 def test_the_average_agrees_with_the_reference(monkeypatch, granularity, power, on_device):
     if on_device:  # as on an accelerator, where nothing may be read
-        monkeypatch.setattr("sgdol.torch.optimizer._readable", lambda _: False)
+        monkeypatch.setattr("sgdol.torch._optimizer._readable", lambda _: False)
     gradients, params = vectors(2), parameters()
     expected = reference.replay(
         gradients, flat(params), smoothness=SMOOTHNESS, alpha=None, estimator="symmetric", blocks=BLOCKS[granularity]

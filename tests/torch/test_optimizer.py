@@ -523,7 +523,7 @@ def test_a_pair_whose_shapes_differ_is_refused():
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_gradient_that_is_not_finite_skips_the_update(monkeypatch, bad, member, k, granularity, estimator, on_device):
     if on_device:  # decide with torch.where, as on an accelerator
-        monkeypatch.setattr("sgdol.torch.optimizer._readable", lambda scalar: False)
+        monkeypatch.setattr("sgdol.torch._optimizer._readable", lambda scalar: False)
     one, other = network(), network()
     options = {"lr": 0.1, "granularity": granularity, "estimator": estimator, "momentum": 0.5, "weight_decay": 0.01}
     a, b = SGDOL(one.parameters(), **options), SGDOL(other.parameters(), **options)
@@ -560,7 +560,7 @@ def test_deciding_on_the_device_gives_the_same_numbers(monkeypatch, granularity,
         options = {"lr": 0.1, "granularity": granularity, "foreach": foreach, "weight_decay": 0.1, "momentum": 0.5}
         opt = SGDOL(net.parameters(), **options)
         if on_device:
-            monkeypatch.setattr("sgdol.torch.optimizer._readable", lambda scalar: False)
+            monkeypatch.setattr("sgdol.torch._optimizer._readable", lambda scalar: False)
         run = train if k == 2 else alternate
         results.append(run(net, opt, Batches(dtype), 6))
     eps = torch.finfo(dtype).eps
@@ -694,7 +694,7 @@ class NoHostReads(TorchDispatchMode):
 @pytest.mark.parametrize("on_device", [False, True])
 def test_step_does_not_wait_for_a_device(monkeypatch, granularity, estimator, k, on_device):
     if on_device:
-        monkeypatch.setattr("sgdol.torch.optimizer._readable", lambda scalar: False)
+        monkeypatch.setattr("sgdol.torch._optimizer._readable", lambda scalar: False)
     net = network()
     opt = SGDOL(net.parameters(), lr=0.1, granularity=granularity, estimator=estimator, momentum=0.5)
     batches = Batches()

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import sgdol
 from sgdol import SGDOL
-from sgdol.torch.closures import draws_afresh
+from sgdol.torch._closures import draws_afresh
 from sgdol.trainers.lightning import StepSizeMonitor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's, of torch

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sgdol.surrogate import Estimator, MomentumStatistics, momentum_signal, symmetric_signal
-from sgdol.torch.blocks import Blocks
-from sgdol.torch.passes import Contributions, real_gradient, real_view, scalar_dtype, squared_norms, wide_dtype
-from sgdol.torch.ranks import Ranks, check_counts
-from sgdol.torch.shards import Shards, local_gradient
+from sgdol.torch._blocks import Blocks
+from sgdol.torch._passes import Contributions, real_gradient, real_view, scalar_dtype, squared_norms, wide_dtype
+from sgdol.torch._ranks import Ranks, check_counts
+from sgdol.torch._shards import Shards, local_gradient
 
 __all__ = ["Draw", "from_contributions", "from_pair", "from_shards", "inner", "with_momentum"]
 
@@ -164,7 +164,7 @@ def with_momentum(
         momenta: m_{t-1} of each parameter.
         weights: w_t of each group, the sum of the weights in m_t: :math:`1 - \beta^t` if beta stays the same.
         statistics: whether (u, n) are those of the direction, or stay those of the gradients.
-        ok: see :func:`sgdol.torch.update.update`.
+        ok: see :func:`sgdol.torch._update.update`.
     """
     crosses = []
     coordinates, raw = blocks.granularity == "coordinate", statistics == "gradient"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sgdol.surrogate import loss
-from sgdol.torch.update import Outcome
+from sgdol.torch._update import Outcome
 
 __all__ = ["added", "report", "skipped", "updates", "zeros"]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from sgdol.learners import FTRL, LARGEST_MULTIPLIER, Learner
 from sgdol.surrogate import loss, symmetric_signal
-from sgdol.torch.blocks import Blocks
-from sgdol.torch.draw import Draw, inner
-from sgdol.torch.passes import real_view, wide_dtype
-from sgdol.torch.shards import local
+from sgdol.torch._blocks import Blocks
+from sgdol.torch._passes import real_view, wide_dtype
+from sgdol.torch._shards import local
+from sgdol.torch._statistics import Draw, inner
 
 __all__ = ["Outcome", "update"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from sgdol.torch.passes import scalar_dtype, wide_dtype
+from sgdol.torch._passes import scalar_dtype, wide_dtype
 
 __all__ = ["add", "inner", "lerp", "numbers"]
 

@@ -16,15 +16,15 @@ from torch.optim import Optimizer
 
 from sgdol.learners import FTRL, Learner
 from sgdol.surrogate import ESTIMATORS, MOMENTUM_STATISTICS, Estimator, MomentumStatistics
-from sgdol.torch import diagnostics
-from sgdol.torch.averaging import add_to_average, swapped_in
-from sgdol.torch.blocks import GRANULARITIES, Blocks, Granularity, share
-from sgdol.torch.closures import draws_afresh
-from sgdol.torch.draw import Draw, from_contributions, from_pair, from_shards, with_momentum
-from sgdol.torch.passes import BackwardPasses, Contributions, Keep, real_view, scalar_dtype, wide_dtype
-from sgdol.torch.ranks import Ranks
-from sgdol.torch.shards import Shards, fitted, is_sharded, like_parameter, local, local_gradient
-from sgdol.torch.update import update
+from sgdol.torch import _diagnostics as diagnostics
+from sgdol.torch._averaging import add_to_average, swapped_in
+from sgdol.torch._blocks import GRANULARITIES, Blocks, Granularity, share
+from sgdol.torch._closures import draws_afresh
+from sgdol.torch._passes import BackwardPasses, Contributions, Keep, real_view, scalar_dtype, wide_dtype
+from sgdol.torch._ranks import Ranks
+from sgdol.torch._shards import Shards, fitted, is_sharded, like_parameter, local, local_gradient
+from sgdol.torch._statistics import Draw, from_contributions, from_pair, from_shards, with_momentum
+from sgdol.torch._update import update
 
 __all__ = ["SGDOL"]
 

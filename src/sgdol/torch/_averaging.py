@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from sgdol.torch.passes import scalar_dtype
+from sgdol.torch._passes import scalar_dtype
 
 __all__ = ["add_to_average", "averaged_weights", "polynomial_average", "random_iterate", "swapped_in"]
 

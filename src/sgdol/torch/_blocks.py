@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sgdol.learners import Learner
-from sgdol.torch.shards import Shards, like_parameter, local
+from sgdol.torch._shards import Shards, like_parameter, local
 
 __all__ = ["GRANULARITIES", "Blocks", "Granularity", "share"]
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from sgdol.torch.shards import is_sharded, local, local_gradient, placed_like
+from sgdol.torch._shards import is_sharded, local, local_gradient, placed_like
 
 __all__ = [
     "BackwardPasses",

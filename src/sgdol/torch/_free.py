@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from sgdol.free import PROBED, Rule, Settings, next_probe
 from sgdol.surrogate import symmetric_signal
-from sgdol.torch.passes import BackwardPasses, real_gradient, real_view, scalar_dtype, wide_dtype
-from sgdol.torch.ranks import Ranks
-from sgdol.torch.rerun import Rerun
-from sgdol.torch.vectors import add, inner, lerp, numbers
+from sgdol.torch._passes import BackwardPasses, real_gradient, real_view, scalar_dtype, wide_dtype
+from sgdol.torch._ranks import Ranks
+from sgdol.torch._rerun import Rerun
+from sgdol.torch._vectors import add, inner, lerp, numbers
 
 __all__ = ["SGDOLFree"]
 
