@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 OUT ?= results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce test test-slow docs lint bench bench-scale bench-peers bench-peers-smoke bench-peers-tables clean
+.PHONY: help setup reproduce test test-slow test-browser docs lint bench bench-scale bench-peers bench-peers-smoke bench-peers-tables clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 28
@@ -29,6 +29,10 @@ test: setup  ## the tests, in parallel
 
 test-slow: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+test-browser: setup  ## the report in Chromium, with axe-core where npm has it
+	npm install --silent --no-audit --no-fund --prefix $(VENV)/axe axe-core@4.14.0 || echo "no axe-core: its test is skipped"
+	$(BIN)/python -m pytest -m browser
 
 docs: setup  ## the site, into docs/_build/html; runs the gallery
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
