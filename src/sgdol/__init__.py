@@ -21,6 +21,7 @@ _MODULES = {
     "jax": "jax",
     "learners": None,
     "paper": "paper",
+    "private": "private",
     "reference": None,
     "reference_free": None,
     "surrogate": None,
