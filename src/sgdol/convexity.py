@@ -1,7 +1,8 @@
 r"""What the surrogate losses give on convex objectives, as numbers; docs/convexity.md has the statements and proofs.
 
 Symbols as in :mod:`sgdol.theory`: M' the smoothness that SGDOL was given (its base rate is 1/M'), M that of f, L a
-bound on the norm of a stochastic gradient, k how many of them there are in a step, alpha the regulariser's; and D = \|\|x_1 - x*\|\| for a minimiser x* of f, c the floor of :class:`sgdol.learners.Floored`, zero for FTRL.
+bound on the norm of a stochastic gradient, k how many of them there are in a step, alpha the regulariser's; and
+:math:`D = \|x_1 - x^\star\|` for a minimiser of f, c the floor of :class:`sgdol.learners.Floored`, zero for FTRL.
 
 Two facts carry everything. For M-smooth f and any step size known before step t,
 :math:`E_t f(x_{t+1}) - f(x_t) \le E_t \ell_t(\eta_t)` (Theorem 1); for convex f also
