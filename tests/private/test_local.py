@@ -11,18 +11,24 @@ from sgdol.private import LocalSGDOL, local_epsilon, randomize
 from sgdol.surrogate import statistics
 
 
-def test_a_step_is_the_symmetric_estimator_on_the_reports():
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_step_is_the_symmetric_estimator_on_the_reports(momentum):
     stream = torch.Generator().manual_seed(0)
     x = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    server = LocalSGDOL([x], lr=0.5, alpha=2.0)
+    server = LocalSGDOL([x], lr=0.5, alpha=2.0, momentum=momentum)
     u_sum = n_sum = 0.0
+    average = np.zeros(3)
     expected = np.zeros(3)
-    for k in (2, 5, 3):
+    for t, k in enumerate((2, 5, 3), start=1):
         reports = torch.randn(k, 3, generator=stream, dtype=torch.float64) + 1
         for report in reports:
             server.receive([report])
         server.step()
-        direction, u, n = statistics(reports.numpy())
+        mean, u, _ = statistics(reports.numpy())
+        u = (momentum * average @ mean + (1 - momentum) * u) / (1 - momentum**t)
+        average = momentum * average + (1 - momentum) * mean
+        direction = average / (1 - momentum**t)
+        n = direction @ direction
         expected = expected - 0.5 * min(max((2.0 + u_sum) / (2.0 + n_sum), 0.0), 2.0) * direction
         u_sum, n_sum = u_sum + float(u), n_sum + float(n)
     np.testing.assert_allclose(x.detach().numpy(), expected, rtol=1e-12)
@@ -33,7 +39,7 @@ def test_privacy_noise_is_no_signal():
     """On pure noise of 50 users the multiplier falls towards 0; five standard errors of its mean, seed fixed."""
     stream = torch.Generator().manual_seed(0)
     x = torch.nn.Parameter(torch.zeros(100))
-    server = LocalSGDOL([x], lr=1.0)
+    server = LocalSGDOL([x], lr=1.0, momentum=0.0)
     for _ in range(100):
         for _ in range(50):
             server.receive(randomize([torch.zeros(100)], max_grad_norm=1.0, noise_multiplier=4.0, generator=stream))
@@ -89,5 +95,7 @@ def test_bad_reports_are_refused():
         server.step(lambda: 0.0)
     with pytest.raises(ValueError, match="lr must be positive"):
         LocalSGDOL([x], lr=0.0)
+    with pytest.raises(ValueError, match="momentum must be in"):
+        LocalSGDOL([x], lr=1.0, momentum=1.0)
     with pytest.raises(ValueError, match="max_grad_norm"):
         randomize([x], max_grad_norm=-1.0, noise_multiplier=1.0)

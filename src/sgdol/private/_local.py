@@ -17,7 +17,7 @@ from opacus.accountants import RDPAccountant
 from torch import Tensor
 
 from sgdol.learners import Learner
-from sgdol.private._multiplier import KEY, Multiplier, diagnostics, inner
+from sgdol.private._multiplier import KEY, Multiplier, check_momentum, diagnostics, inner, with_momentum
 from sgdol.surrogate import symmetric_signal
 
 __all__ = ["LocalSGDOL", "local_epsilon", "randomize"]
@@ -73,11 +73,13 @@ class LocalSGDOL(torch.optim.Optimizer):
     r"""The server's side: ``receive`` the reports of a step's users, then ``step()``.
 
     With k reports, :math:`d = \frac1k \sum_j r_j`, :math:`u = \frac{1}{k(k-1)} \sum_{i \ne j} \langle r_i, r_j\rangle`
-    and :math:`n = \|d\|^2`; only the sum of the reports and the sum of their squared lengths are kept.
+    and :math:`n = \|d\|^2`, or with momentum those of the averaged direction; only the sum of the reports and the sum
+    of their squared lengths are kept.
 
     Args:
         params: parameters or groups of them, as in torch.optim.
         lr: the base rate 1/M.
+        momentum: beta, in [0, 1).
         alpha: how strongly to hold on to the base rate, in units of n; None for kappa times the first n.
         kappa: that factor, positive.
         learner: the online learner of the multiplier; None for FTRL, the paper's.
@@ -96,12 +98,15 @@ class LocalSGDOL(torch.optim.Optimizer):
         params: Iterable[Any],
         lr: float,
         *,
+        momentum: float = 0.9,
         alpha: float | None = None,
         kappa: float = 1.0,
         learner: Learner | None = None,
     ) -> None:
         if not (math.isfinite(lr) and lr > 0):
             raise ValueError(f"lr must be positive and finite, got {lr!r}")
+        check_momentum(momentum)
+        self.momentum = float(momentum)
         self._multiplier = Multiplier(alpha, kappa, learner)
         super().__init__(params, {"lr": lr})
 
@@ -135,11 +140,12 @@ class LocalSGDOL(torch.optim.Optimizer):
         k = waiting.get("count", 0)
         if k < 2:
             raise ValueError(f"a step needs the reports of at least 2 users, got {k}")
-        direction = [self.state[p].pop("sum") / k for p in self._parameters()]
-        n = inner(direction, direction)
-        u = symmetric_signal(n, waiting["squares"] / k**2, k)
+        states, numbers = [self.state[p] for p in self._parameters()], self._numbers(KEY)
+        mean = [state.pop("sum") / k for state in states]
+        signal = symmetric_signal(inner(mean, mean), waiting["squares"] / k**2, k)
         waiting.clear()
-        multiplier = self._multiplier.step(self._numbers(KEY), u, n)
+        direction, u = with_momentum(states, mean, signal, self.momentum, numbers.get("updates", 0))
+        multiplier = self._multiplier.step(numbers, u, inner(direction, direction))
         remaining = iter(direction)
         for group in self.param_groups:
             group["step_size"] = group["lr"] * multiplier

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from sgdol.learners import FTRL, Learner
+from sgdol.surrogate import momentum_signal
 
-__all__ = ["KEY", "Multiplier", "diagnostics", "inner"]
+__all__ = ["KEY", "Multiplier", "check_momentum", "diagnostics", "inner", "with_momentum"]
 
 KEY = "sgdol"
 """Under which name the numbers stand in the optimizer's state, beside those of the parameters."""
@@ -21,6 +22,29 @@ def inner(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
     """The inner product over all parameters, products in the parameters' own type and their sum in float64."""
     products = [torch.dot(a.reshape(-1), b.reshape(-1)).double() for a, b in zip(left, right, strict=True)]
     return torch.stack([product.to(products[0].device) for product in products]).sum()
+
+
+def with_momentum(
+    states: Sequence[dict[str, Any]], gradient: list[Tensor], signal: Tensor, momentum: float, updates: int
+) -> tuple[list[Tensor], Tensor]:
+    """The direction m_t/(1 - beta^t) and its signal; m_t is kept in the parameters' states.
+
+    The past average is independent of the present gradient, whose own signal counts (1 - beta) only.
+    """
+    if momentum == 0:
+        return gradient, signal
+    past = [state.get("momentum_average", torch.zeros_like(g)) for state, g in zip(states, gradient, strict=True)]
+    correction = 1 - momentum ** (updates + 1)
+    u = momentum_signal(inner(past, gradient), signal, momentum, correction)
+    for state, m, g in zip(states, past, gradient, strict=True):
+        state["momentum_average"] = m.lerp(g, 1 - momentum)
+    return [state["momentum_average"] / correction for state in states], u
+
+
+def check_momentum(momentum: float) -> None:
+    """Refuse what is not in [0, 1)."""
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {momentum!r}")
 
 
 class Multiplier:

@@ -23,8 +23,8 @@ from opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, 
 from torch import Tensor
 
 from sgdol.learners import Learner
-from sgdol.private._multiplier import KEY, Multiplier, diagnostics, inner
-from sgdol.surrogate import momentum_signal, symmetric_signal
+from sgdol.private._multiplier import KEY, Multiplier, check_momentum, diagnostics, inner, with_momentum
+from sgdol.surrogate import symmetric_signal
 
 __all__ = ["SOURCES", "PrivateSGDOL", "Source"]
 
@@ -146,7 +146,8 @@ class PrivateSGDOL(DPOptimizer):
         if taken is None:
             return False
         gradient, signal = taken
-        direction, u = self._average(gradient, signal)
+        states = [self.state[p] for p in self.params]
+        direction, u = with_momentum(states, gradient, signal, self.momentum, self.state[KEY].get("updates", 0))
         multiplier = self._multiplier.step(self.state[KEY], u, inner(direction, direction))
         for p, d in zip(self.params, direction, strict=True):
             p.grad = multiplier.to(device=d.device, dtype=d.dtype) * d
@@ -186,18 +187,6 @@ class PrivateSGDOL(DPOptimizer):
             return 1.0
         return 1 / (self.expected_batch_size * self.accumulated_iterations)
 
-    def _average(self, gradient: list[Tensor], signal: Tensor) -> tuple[list[Tensor], Tensor]:
-        """The direction with momentum, and its signal."""
-        beta = self.momentum
-        if beta == 0:
-            return gradient, signal
-        past = [self.state[p].get("momentum_average", torch.zeros_like(p)) for p in self.params]
-        correction = 1 - beta ** (self.state[KEY].get("updates", 0) + 1)
-        u = momentum_signal(inner(past, gradient), signal, beta, correction)
-        for p, m, g in zip(self.params, past, gradient, strict=True):
-            self.state[p]["momentum_average"] = m.lerp(g, 1 - beta)
-        return [self.state[p]["momentum_average"] / correction for p in self.params], u
-
     def diagnostics(self) -> dict[str, float]:
         """The multiplier, the number of updates and the signal-to-noise ratio; all of it from releases."""
         return diagnostics(self.state.get(KEY, {}))
@@ -211,8 +200,7 @@ def _check(optimizer: Any, source: Any, momentum: float) -> None:
         )
     if source not in SOURCES:
         raise ValueError(f"source must be one of {SOURCES}, got {source!r}")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum must be in [0, 1), got {momentum!r}")
+    check_momentum(momentum)
     if source == "past" and momentum == 0:
         raise ValueError('source="past" reads the momentum, so momentum must be positive, got 0')
     if source == "variance" and optimizer.expected_batch_size is None:
