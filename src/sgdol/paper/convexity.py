@@ -43,7 +43,7 @@ class Rule(NamedTuple):
     """Whether it is given both gradients; the others are given their mean."""
 
 
-GRID = tuple(10.0 ** (e / 2) for e in range(-7, 2))
+GRID = tuple(10.0 ** (e / 2) for e in range(-7, 4))
 METHODS: dict[str, Rule] = {
     "SGDOL": Rule(lambda data, r: sgdol(r / data["smoothness"], record=False), halves=True),
     "SGDOL, floored": Rule(
@@ -131,18 +131,18 @@ HORIZONS = (300, 1000, 3000, 10_000, 30_000)
 HARD = "Huber, made for its horizon"
 
 
-def _hard(rules: dict[str, Rule], repeats: int, seed: int, horizons: tuple[int, ...]) -> list[dict[str, Any]]:
+def _hard(rules: dict[str, Rule], repeats: int, seed: int, horizons: tuple[int, ...]) -> dict[str, Curve]:
     """On the hard instance, the gap at the end as a function of the horizon that the instance is made for."""
-    rows = []
+    found = {}
     for name, rule in {**rules, "SGD, the surrogate's best step": BEST_OF_THE_SURROGATE}.items():
         curves = [measure(huber(horizon), rule, repeats, seed) for horizon in horizons]
-        for iterate in ("last", "average"):
-            gaps = np.stack([getattr(curve, iterate)[:, -1] for curve in curves], axis=1)
-            rows.append(_row(HARD, name, iterate, gaps[:, -1], _slope_of_means(horizons, gaps), curves[-1].rate))
-    return rows
+        last = np.stack([curve.last[:, -1] for curve in curves], axis=1)
+        average = np.stack([curve.average[:, -1] for curve in curves], axis=1)
+        found[name] = Curve(np.array(horizons), last, average, curves[-1].rate)
+    return found
 
 
-def _slope_of_means(horizons: tuple[int, ...], gaps: Array) -> tuple[float, float]:
+def _slope_of_means(horizons: NDArray[np.int64], gaps: Array) -> tuple[float, float]:
     """The slope of the means over the repeats, whose single ends are noisy, and its jackknife standard error."""
     repeats = len(gaps)
 
@@ -154,13 +154,6 @@ def _slope_of_means(horizons: tuple[int, ...], gaps: Array) -> tuple[float, floa
 
 
 FIELDS = ("problem", "method", "iterate", "gap", "gap_std", "slope", "slope_std", "rate")
-
-
-def _row(
-    problem: str, method: str, iterate: str, gaps: Array, fitted: tuple[float, float], rate: float
-) -> dict[str, Any]:
-    values = (problem, method, iterate, float(gaps.mean()), float(gaps.std()), *fitted, rate)
-    return dict(zip(FIELDS, values, strict=True))
 
 
 def run(
@@ -192,25 +185,25 @@ def run(
     rows: list[dict[str, Any]] = []
     curves: dict[str, dict[str, Curve]] = {}
     rules = {name: METHODS[name] for name in methods}
-    for problem in problems(horizon, people):
-        if only not in problem.name:
-            continue
+    for problem in problems(horizon, people, only):
         progress(problem.name)
         curves[problem.name] = {name: measure(problem, rule, repeats, seed) for name, rule in rules.items()}
-        for name, curve in curves[problem.name].items():
-            for iterate, gaps in (("last", curve.last), ("average", curve.average)):
-                fitted = slope(curve.times, gaps)
-                rows.append(_row(problem.name, name, iterate, gaps[:, -1], fitted, curve.rate))
     progress("the hard instance")
-    rows += _hard(rules, 8 * repeats, seed, hard_horizons)
+    curves[HARD] = _hard(rules, 8 * repeats, seed, hard_horizons)
+    for name, found in curves.items():
+        fit = _slope_of_means if name == HARD else slope
+        for method, curve in found.items():
+            for iterate, gaps in (("last", curve.last), ("average", curve.average)):
+                values = (name, method, iterate, float(gaps[:, -1].mean()), float(gaps[:, -1].std()))
+                rows.append(dict(zip(FIELDS, (*values, *fit(curve.times, gaps), curve.rate), strict=True)))
     _write(out / "convexity.csv", FIELDS, rows)
     _write(
         out / "convexity-curves.csv",
         ("problem", "method", "t", "last", "average"),
         [
             {"problem": p, "method": m, "t": int(t), "last": float(a), "average": float(b)}
-            for p, methods in curves.items()
-            for m, c in methods.items()
+            for p, found in curves.items()
+            for m, c in found.items()
             for t, a, b in zip(c.times, c.last.mean(0), c.average.mean(0), strict=True)
         ],
     )
@@ -231,16 +224,17 @@ def _draw(curves: dict[str, dict[str, Curve]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, (len(curves) + 1) // 2, figsize=(15, 7), layout="constrained", squeeze=False)
-    for axis, (problem, methods) in zip(axes.flat, curves.items(), strict=False):
-        for i, (name, curve) in enumerate(methods.items()):
+    figure, axes = plt.subplots((len(curves) + 2) // 3, 3, figsize=(14, 11), layout="constrained", squeeze=False)
+    for axis, (problem, found) in zip(axes.flat, curves.items(), strict=False):
+        for i, (name, curve) in enumerate(found.items()):
             axis.loglog(curve.times, curve.average.mean(0), color=f"C{i}", label=name)
             axis.loglog(curve.times, curve.last.mean(0), color=f"C{i}", linestyle=":", linewidth=1)
-        axis.set(title=problem, xlabel="t")
-        top = max(curve.last[:, 0].mean() for curve in methods.values())
+        axis.set(title=problem, xlabel="T, for which the function is made" if problem == HARD else "t")
+        top = max(curve.last[:, 0].mean() for curve in found.values())
         axis.set_ylim(bottom=max(axis.get_ylim()[0], top * 1e-8), top=top * 10)
     axes[0, 0].set_ylabel("f - f*: average solid, last dotted")
-    axes[0, 0].legend(fontsize=7)
+        if problem == HARD:
+            axis.legend(fontsize=7)
     figure.savefig(path, dpi=110)
     figure.savefig(path.with_suffix(".svg"))
     plt.close(figure)
