@@ -232,9 +232,9 @@ def _draw(curves: dict[str, dict[str, Curve]], path: Path) -> None:
         axis.set(title=problem, xlabel="T, for which the function is made" if problem == HARD else "t")
         top = max(curve.last[:, 0].mean() for curve in found.values())
         axis.set_ylim(bottom=max(axis.get_ylim()[0], top * 1e-8), top=top * 10)
-    axes[0, 0].set_ylabel("f - f*: average solid, last dotted")
         if problem == HARD:
             axis.legend(fontsize=7)
+    axes[0, 0].set_ylabel("f - f*: average solid, last dotted")
     figure.savefig(path, dpi=110)
     figure.savefig(path.with_suffix(".svg"))
     plt.close(figure)
