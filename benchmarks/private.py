@@ -11,6 +11,7 @@ is tuned for it. Everything runs through Opacus: Poisson sampling, per-sample cl
 from __future__ import annotations
 
 import argparse
+import collections
 import csv
 import functools
 import statistics
@@ -196,6 +197,13 @@ def read(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
+def whole_seeds(rows: list[Row]) -> list[Row]:
+    """The rows of the seeds for which there is every run of the plan."""
+    each = len(list(plan(1)))
+    counts = collections.Counter(r["seed"] for r in rows)
+    return [r for r in rows if counts[r["seed"]] == each]
+
+
 def columns(rows: list[Row], name: str) -> dict[str, list[Row]]:
     """Of one data set and one epsilon: for every line of the table, the run of each seed that it reports."""
     base = float(load(name).classes)
@@ -328,7 +336,7 @@ def main() -> None:
     runs = arguments.out / "private-runs.csv"
     if arguments.what == "measure":
         measure(runs, arguments.seeds)
-    rows = read(runs)
+    rows = whole_seeds(read(runs))
     (arguments.out / "private.md").write_text(tables(rows))
     draw(rows, arguments.out / "private.png")
 
