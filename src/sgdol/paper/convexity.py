@@ -225,6 +225,8 @@ def _draw(curves: dict[str, dict[str, Curve]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots((len(curves) + 2) // 3, 3, figsize=(14, 11), layout="constrained", squeeze=False)
+    for axis in axes.flat[len(curves) :]:
+        axis.set_visible(False)
     for axis, (problem, found) in zip(axes.flat, curves.items(), strict=False):
         for i, (name, curve) in enumerate(found.items()):
             axis.loglog(curve.times, curve.average.mean(0), color=f"C{i}", label=name)
@@ -232,8 +234,8 @@ def _draw(curves: dict[str, dict[str, Curve]], path: Path) -> None:
         axis.set(title=problem, xlabel="T, for which the function is made" if problem == HARD else "t")
         top = max(curve.last[:, 0].mean() for curve in found.values())
         axis.set_ylim(bottom=max(axis.get_ylim()[0], top * 1e-8), top=top * 10)
-        if problem == HARD:
-            axis.legend(fontsize=7)
+    axes[0, 0].legend(fontsize=7)
+    axes.flat[len(curves) - 1].legend(fontsize=7)  # the hard instance has one method more
     axes[0, 0].set_ylabel("f - f*: average solid, last dotted")
     figure.savefig(path, dpi=110)
     figure.savefig(path.with_suffix(".svg"))
