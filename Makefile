@@ -18,7 +18,7 @@ $(VENV)/.complete: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) 'pip>=25.1'
 	$(PIP) torch==2.13.0
-	$(PIP) -e '.[torch,jax,paper,trainers,tensorboard,plot]' --group dev
+	$(PIP) -e '.[torch,jax,paper,trainers,tensorboard,private,plot]' --group dev
 	@touch $@
 
 reproduce: setup  ## every figure and claim of the paper, into results/ (OUT=folder to change it)

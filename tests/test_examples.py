@@ -82,8 +82,16 @@ def test_optax_trains_on_four_devices_with_four_gradients_per_update():
     assert "4 gradients per update" in output
 
 
+def test_opacus_trains_within_its_budget():
+    """It ends at 0.902 here, seed fixed; the threshold leaves room for other roundings, which change all the noise."""
+    pytest.importorskip("opacus", reason="Opacus is not installed: pip install 'sgdol[private]'")
+    output = run(str(EXAMPLES / "private_opacus.py"))
+    assert accuracies(output)[-1] > 0.8
+    assert 2.9 < float(re.findall(r"epsilon ([\d.]+)", output)[-1]) <= 3.0
+
+
 def test_every_example_is_tested():
     tested = {"ordinary_loop", "microbatches", "without_smoothness", "ddp", "fsdp", "save_and_resume"}
     tested |= {"lightning_digits", "huggingface_digits", "accelerate_digits", "tensorboard_digits"}
-    tested |= {"optax_loop", "optax_sharded"}
+    tested |= {"optax_loop", "optax_sharded", "private_opacus"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested

@@ -13,6 +13,7 @@ from sgdol import reference, theory
 from sgdol.learners import (
     FTRL,
     LARGEST_MULTIPLIER,
+    Floored,
     Learner,
     MeasuredCurvature,
     OnlineGradientDescent,
@@ -29,6 +30,7 @@ LEARNERS = [
     (FTRL(strength=3.0, center=0.25), 0.25),
     (OptimisticFTRL(), 1.0),
     (OptimisticFTRL(strength=0.5, center=2.0), 2.0),
+    (Floored(floor=0.5), 1.0),
     (OnlineGradientDescent(), 1.0),
     (OnlineGradientDescent(start=0.0), 0.0),
     (MeasuredCurvature(), 1.0),
@@ -88,8 +90,8 @@ def test_predictions_stay_in_the_range_of_the_paper(learner, losses, alpha):
 def test_the_losses_of_these_tests_reach_both_bounds(learner):
     """Else the parity tests below would not notice a missing clip."""
     played = play(learner, random_losses(60, seed=0), alpha=0.1)
-    assert min(played) == 0
-    assert max(played) == 1.0 if uses_hindsight(learner) else LARGEST_MULTIPLIER
+    assert min(played) in {getattr(learner, "floor", 0.0) / t**0.5 for t in range(1, 62)}
+    assert max(played) == (1.0 if uses_hindsight(learner) else LARGEST_MULTIPLIER)
 
 
 @every_learner_and_its_start
@@ -294,6 +296,23 @@ def test_optimistic_ftrl_has_less_regret_than_ftrl_when_losses_repeat():
     plain = theory.regret(np.array(play(FTRL(), losses, 1.0)[:-1]), u, n, 1.0)
     optimistic = theory.regret(np.array(play(OptimisticFTRL(), losses, 1.0)[:-1]), u, n, 1.0)
     assert optimistic < plain
+
+
+# The floor --------------------------------------------------------------------------------------------------------
+
+
+@fixed
+@given(losses=runs, alpha=alphas, floor=st.floats(0, 2))
+def test_the_floored_leader_is_the_larger_of_the_leader_and_the_floor(losses, alpha, floor):
+    leader = play(FTRL(), losses, alpha)
+    for t, (found, lead) in enumerate(zip(play(Floored(floor=floor), losses, alpha), leader, strict=True), start=1):
+        assert found == pytest.approx(max(lead, floor / math.sqrt(t)), rel=4 * EPS)
+
+
+@pytest.mark.parametrize("floor", [-0.1, 2.1, math.nan])
+def test_a_bad_floor_is_refused(floor):
+    with pytest.raises(ValueError, match=rf"floor must be in \[0, 2\], got {floor}"):
+        Floored(floor=floor)
 
 
 # Online gradient descent ----------------------------------------------------------------------------------------------

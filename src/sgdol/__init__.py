@@ -18,13 +18,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = (
+    "averaging",
+    "convexity",
     "free",
     "jax",
     "learners",
     "metrics",
     "paper",
+    "private",
     "reference",
     "reference_free",
+    "summary",
     "surrogate",
     "theory",
     "torch",

@@ -1,0 +1,3 @@
+import pytest
+
+pytest.importorskip("opacus", reason="Opacus is not installed: pip install 'sgdol[private]'")

@@ -1,0 +1,101 @@
+"""Local privacy: users' reports are the independent gradients."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from opacus.accountants import RDPAccountant
+
+from sgdol.private import LocalSGDOL, local_epsilon, randomize
+from sgdol.surrogate import statistics
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_step_is_the_symmetric_estimator_on_the_reports(momentum):
+    stream = torch.Generator().manual_seed(0)
+    x = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    server = LocalSGDOL([x], lr=0.5, alpha=2.0, momentum=momentum)
+    u_sum = n_sum = 0.0
+    average = np.zeros(3)
+    expected = np.zeros(3)
+    for t, k in enumerate((2, 5, 3), start=1):
+        reports = torch.randn(k, 3, generator=stream, dtype=torch.float64) + 1
+        for report in reports:
+            server.receive([report])
+        server.step()
+        mean, u, _ = statistics(reports.numpy())
+        u = (momentum * average @ mean + (1 - momentum) * u) / (1 - momentum**t)
+        average = momentum * average + (1 - momentum) * mean
+        direction = average / (1 - momentum**t)
+        n = direction @ direction
+        expected = expected - 0.5 * min(max((2.0 + u_sum) / (2.0 + n_sum), 0.0), 2.0) * direction
+        u_sum, n_sum = u_sum + float(u), n_sum + float(n)
+    np.testing.assert_allclose(x.detach().numpy(), expected, rtol=1e-12)
+    assert server.diagnostics()["u_sum"] == pytest.approx(u_sum)
+
+
+def test_privacy_noise_is_no_signal():
+    """On pure noise of 50 users the multiplier falls towards 0; five standard errors of its mean, seed fixed."""
+    stream = torch.Generator().manual_seed(0)
+    x = torch.nn.Parameter(torch.zeros(100))
+    server = LocalSGDOL([x], lr=1.0, momentum=0.0)
+    for _ in range(100):
+        for _ in range(50):
+            server.receive(randomize([torch.zeros(100)], max_grad_norm=1.0, noise_multiplier=4.0, generator=stream))
+        server.step()
+    found = server.diagnostics()
+    # sum of 100 u's, each with a standard deviation of sqrt(2/(k (k-1) d)) d sigma^2
+    error = math.sqrt(100) * math.sqrt(2 / (50 * 49 * 100)) * 100 * 16
+    assert abs(found["u_sum"]) < 5 * error
+    assert found["multiplier"] < 0.05
+
+
+def test_a_report_is_clipped_and_noised_over_all_parameters_together():
+    gradient = [torch.full((2, 2), 3.0), torch.tensor([8.0])]  # of length 10
+    clipped = randomize(gradient, max_grad_norm=5.0, noise_multiplier=0.0)
+    torch.testing.assert_close(clipped[0], torch.full((2, 2), 1.5))
+    torch.testing.assert_close(clipped[1], torch.tensor([4.0]))
+    short = randomize([torch.tensor([3.0])], max_grad_norm=5.0, noise_multiplier=0.0)
+    assert short[0].item() == 3.0
+    assert randomize([torch.zeros(2)], max_grad_norm=1.0, noise_multiplier=0.0)[0].tolist() == [0.0, 0.0]
+    noisy = randomize(
+        [torch.zeros(4000)], max_grad_norm=0.5, noise_multiplier=2.0, generator=torch.Generator().manual_seed(0)
+    )
+    assert float(noisy[0].std()) == pytest.approx(1.0, rel=5 / math.sqrt(2 * 4000))
+
+
+def test_epsilon_is_opacus_accountant_at_half_the_noise():
+    accountant = RDPAccountant()
+    for _ in range(3):
+        accountant.step(noise_multiplier=2.0, sample_rate=1.0)
+    assert local_epsilon(4.0, 1e-5, reports=3) == accountant.get_epsilon(1e-5)
+
+
+def test_the_bound_is_above_the_exact_curve_of_the_gaussian_mechanism():
+    """Balle and Wang 2018: delta(eps) = Phi(1/(2s) - eps s) - e^eps Phi(-1/(2s) - eps s) for sensitivity 1, noise s."""
+    normal = torch.distributions.Normal(0.0, 1.0)
+    sigma, delta = 6.0, 1e-5
+    epsilon = local_epsilon(sigma, delta)
+    s = sigma / 2
+    exact = normal.cdf(torch.tensor(1 / (2 * s) - epsilon * s, dtype=torch.float64))
+    exact = exact - math.exp(epsilon) * normal.cdf(torch.tensor(-1 / (2 * s) - epsilon * s, dtype=torch.float64))
+    assert float(exact) <= delta
+
+
+def test_bad_reports_are_refused():
+    x = torch.nn.Parameter(torch.zeros(3))
+    server = LocalSGDOL([x], lr=1.0)
+    with pytest.raises(ValueError, match="shapes"):
+        server.receive([torch.zeros(2)])
+    server.receive([torch.zeros(3)])
+    with pytest.raises(ValueError, match="at least 2 users, got 1"):
+        server.step()
+    with pytest.raises(ValueError, match="closure"):
+        server.step(lambda: 0.0)
+    with pytest.raises(ValueError, match="lr must be positive"):
+        LocalSGDOL([x], lr=0.0)
+    with pytest.raises(ValueError, match="momentum must be in"):
+        LocalSGDOL([x], lr=1.0, momentum=1.0)
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        randomize([x], max_grad_norm=-1.0, noise_multiplier=1.0)
