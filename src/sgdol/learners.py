@@ -228,8 +228,7 @@ class Floored(FTRL):
         """The leader, or the floor where that is larger."""
         leader = self._leader(state.u_sum, state.n_sum, alpha)
         floor = self.floor / (state.losses + 1) ** 0.5
-        xp = _namespace(leader)
-        return xp.where(leader > floor, leader, floor) if xp else max(leader, floor)
+        return maximum(leader, floor)
 
     def observe(  # type: ignore[override]
         self, state: FlooredSums, multiplier: Array, u: Array, n: Array, alpha: Array
