@@ -39,6 +39,7 @@ __all__ = [
     "MeasuredCurvature",
     "OnlineGradientDescent",
     "OptimisticFTRL",
+    "suggested_kappa",
     "uses_hindsight",
 ]
 
@@ -109,6 +110,11 @@ class Measured(NamedTuple):
 def uses_hindsight(learner: Learner) -> bool:
     """Whether ``observe`` wants to be told what the last step turned out to be worth (``last=``)."""
     return bool(getattr(learner, "hindsight", False))
+
+
+def suggested_kappa(learner: Learner) -> float:
+    """Alpha in units of the first squared gradient, where neither is given: 10 with hindsight, else 1, the paper's."""
+    return 10.0 if uses_hindsight(learner) else 1.0
 
 
 def _clip(multiplier: Array) -> Array:

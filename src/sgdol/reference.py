@@ -287,8 +287,8 @@ def replay(
     :func:`measured_multiplier`. ``tensors`` numbers the tensor of each coordinate; None for one. Without bias
     correction the direction is :math:`m_t`: 1 stands for :math:`1 - \beta^t` everywhere. With ``epoch`` = B updates in
     a shuffled epoch, products of two gradients of one epoch are low by a number of which
-    :math:`(\|\bar g\|^2 - u)/B` is an unbiased estimate (for the paper's estimator half of it): it is added to u, and,
-    with the weight that this epoch's gradients have in :math:`m_{t-1}`, to :math:`\langle m_{t-1}, \bar g_t\rangle`.
+    :math:`(\|\bar g\|^2 - u)/B` is an unbiased estimate (of the symmetric estimator): it is added to u, and, with the
+    weight that this epoch's gradients have in :math:`m_{t-1}`, to :math:`\langle m_{t-1}, \bar g_t\rangle`.
 
     >>> replay([[[1.0], [1.0]], [[2.0], [-2.0]]], [0.0], smoothness=1.0, alpha=1.0).iterates.ravel()
     array([ 0., -1., -3.])
@@ -381,7 +381,7 @@ def _run(
         n_each = mean * mean / D
         low, same_epoch = np.zeros_like(x), 0.0
         if epoch is not None:
-            low = (n_each - u_each) / (epoch if estimator == "symmetric" else 2 * epoch)
+            low = (n_each - u_each) / epoch
             same_epoch = 1 - momentum ** (t % epoch)
         u_each = u_each + low
         first = n_each.sum()

@@ -13,7 +13,7 @@ from sgdol.jax._blocks import Blocks, as_real
 from sgdol.jax._geometry import Geometry
 from sgdol.jax._options import Scaling
 from sgdol.jax._sources import Gradients, refuse_integers, take
-from sgdol.jax._statistics import Statistics, of_gradients, with_momentum
+from sgdol.jax._statistics import Statistics, in_epochs, of_gradients, with_momentum
 from sgdol.learners import uses_hindsight
 from sgdol.metrics import Euclidean
 
@@ -123,17 +123,20 @@ class Core:
         options = self._options
         unit, has_unit = self._unit(state, found, blocks)
         geometry = Geometry(self._metric, _geometry.unpack(self._metric, state.metric, blocks), found.mean, unit)
-        raw = seen = of_gradients(found, geometry, blocks, options.estimator)
+        alone = of_gradients(found, geometry, blocks, options.estimator)
+        momentum = 0.0 if options.momentum is None else options.momentum
+        raw = seen = in_epochs(alone, options.epoch, state.count, momentum)
         trace, weight = state.trace, state.trace_weight
         if options.momentum is not None:
             beta = jnp.asarray(options.momentum, blocks.dtype)
             weight = beta * state.trace_weight + (1 - beta)
             before = blocks.leaves(trace)
-            seen, after = with_momentum(raw, found, geometry, blocks, before, weight, beta, options.statistics)
+            corrected = weight if options.bias_correction else jnp.ones_like(weight)
+            seen, after = with_momentum(raw, found, geometry, blocks, before, corrected, beta, options.statistics)
             trace = blocks.tree(after)
 
-        last = self._hindsight_of(state, found, geometry, blocks)
-        multipliers, observed, alphas = self._learn(state, seen, last, unit, blocks)
+        last = self._hindsight_of(state, found, geometry, blocks, raw.low)
+        multipliers, observed, alphas = self._learn(state, seen, last, raw.n, unit, blocks)
         new = ScaleBySGDOLState(
             count=optax.safe_increment(state.count),
             pending=jnp.zeros((), bool),
@@ -172,12 +175,18 @@ class Core:
         return self._options.alpha is not None and jnp.finfo(blocks.dtype).maxexp >= 1024
 
     def _learn(
-        self, state: ScaleBySGDOLState, seen: Statistics, last: list[jax.Array], unit: jax.Array, blocks: Blocks
+        self,
+        state: ScaleBySGDOLState,
+        seen: Statistics,
+        last: list[jax.Array],
+        lengths: list[jax.Array],
+        unit: jax.Array,
+        blocks: Blocks,
     ) -> tuple[list[jax.Array], list[Any], list[jax.Array]]:
         """The multipliers, the learner's states and alpha, of each block."""
         states, alphas = blocks.unpack_states(state.learner, self._kind()), blocks.unpack(state.alpha)
         if self._options.alpha is None:
-            after = self._first_alpha(alphas, seen.n, blocks)
+            after = self._first_alpha(alphas, lengths, blocks)
         else:
             if _has(state.unit) and not self._measures_in_alpha(blocks):
                 first = _geometry.in_unit(self._options.alpha, unit)
@@ -189,17 +198,20 @@ class Core:
         return multipliers, [self._learner.observe(s, m, u, n, a, **v) for s, m, u, n, a, v in blockwise], after
 
     def _hindsight_of(
-        self, state: ScaleBySGDOLState, found: Gradients, geometry: Geometry, blocks: Blocks
+        self, state: ScaleBySGDOLState, found: Gradients, geometry: Geometry, blocks: Blocks, low: list[jax.Array]
     ) -> list[jax.Array]:
         """V = <gbar_t, d_{t-1}> of each block, if the learner wants it; 0 at the first update."""
         if not self._hindsight:
             return blocks.zeros()
-        if self._trace_tells:
+        weight = jnp.ones((), blocks.dtype)
+        if self._options.bias_correction and self._options.momentum is not None:
             weight = jnp.where(state.trace_weight > 0, state.trace_weight, 1.0)
+        if self._trace_tells:
             before = [m / weight.astype(m.dtype) for m in blocks.leaves(state.trace)]
         else:
             before = blocks.leaves(state.direction)
-        return blocks.sums(geometry.products(found.mean, before))
+        products = blocks.sums(geometry.products(found.mean, before))
+        return [v + c / weight.astype(c.dtype) for v, c in zip(products, low, strict=True)]
 
     def _moves(
         self,
@@ -220,7 +232,7 @@ class Core:
         return [_like(move, jnp.result_type(*pair)) for move, pair in zip(moves, types, strict=True)]
 
     def _first_alpha(self, alphas: list[jax.Array], n: list[jax.Array], blocks: Blocks) -> list[jax.Array]:
-        """The default alpha: kappa times the first non-zero squared direction, to each block its even share by size."""
+        """The default alpha: kappa times the first non-zero squared gradient, to each block its even share by size."""
         length = _record.total(n)
         kappa, largest = _geometry.in_unit(self._options.kappa, jnp.ones_like(length)), _geometry.largest(length.dtype)
         first = jnp.where(length > 0, jnp.minimum(kappa * length, largest), 0.0)

@@ -14,12 +14,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from sgdol import metrics, surrogate
 from sgdol.jax._blocks import GRANULARITIES, Granularity
-from sgdol.jax._checks import check_choice, check_number, is_given, known, shown
-from sgdol.learners import FTRL, Learner
+from sgdol.jax._checks import check_choice, check_number, is_given, shown
+from sgdol.learners import Learner, MeasuredCurvature, suggested_kappa, uses_hindsight
 from sgdol.metrics import Metric
 
 __all__ = ["Options", "Scaling", "takes"]
@@ -43,11 +44,13 @@ class _Rate:
 @dataclass(eq=False, kw_only=True)
 class _Learning:
     alpha: Number | None = None
-    kappa: Number = 1.0
+    kappa: Number | None = None
     estimator: surrogate.Estimator = "symmetric"
     granularity: Granularity = "global"
-    momentum: Number | None = None
+    momentum: Number | None = 0.9
+    bias_correction: bool | None = None
     statistics: surrogate.MomentumStatistics = "direction"
+    epoch: int | None = None
     weight_decay: Number | None = None
 
 
@@ -70,6 +73,7 @@ class Scaling(_Parts, _Learning):
     """What direction and multiplier depend on, checked; options that ask for nothing are None."""
 
     def __post_init__(self) -> None:
+        self.learner = _learner(self.learner)
         self._check_alpha()
         check_choice("estimator", self.estimator, surrogate.ESTIMATORS)
         check_choice("granularity", self.granularity, GRANULARITIES)
@@ -86,7 +90,7 @@ class Scaling(_Parts, _Learning):
             raise TypeError(f"axis_name must be a name, a tuple of names or None, got {shown(self.axis_name)}")
         if not isinstance(self.record, bool):
             raise TypeError(f"record must be True or False, got {shown(self.record)}")
-        self.learner = _learner(self.learner)
+        self._check_momentum()
         self.metric = metrics.get(self.metric)
 
     def _check_alpha(self) -> None:
@@ -94,12 +98,25 @@ class Scaling(_Parts, _Learning):
             self.alpha = check_number(
                 "alpha", self.alpha, lambda a: a > 0, "positive and finite, or None", of_any_size=True
             )
-        self.kappa = check_number("kappa", self.kappa, lambda c: c > 0, "positive and finite", of_any_size=True)
-        if self.alpha is not None and known(self.kappa) and self.kappa != 1:
+        if self.alpha is not None and self.kappa is not None:
             raise ValueError(
                 f"give alpha or kappa, not both: got alpha={shown(self.alpha)} and kappa={shown(self.kappa)} "
-                "(kappa is in units of the first squared direction)"
+                "(kappa is in units of the first squared gradient)"
             )
+        kappa = suggested_kappa(self.learner) if self.kappa is None else self.kappa
+        self.kappa = check_number("kappa", kappa, lambda c: c > 0, "positive and finite, or None", of_any_size=True)
+
+    def _check_momentum(self) -> None:
+        if self.bias_correction is None:
+            self.bias_correction = not uses_hindsight(self.learner)
+        if not isinstance(self.bias_correction, bool):
+            raise TypeError(f"bias_correction must be True, False or None, got {shown(self.bias_correction)}")
+        if self.epoch is None:
+            return
+        if isinstance(self.epoch, bool) or not isinstance(self.epoch, int | np.integer) or self.epoch < 2:
+            raise ValueError(f"epoch must be a whole number of updates, at least 2, or None, got {shown(self.epoch)}")
+        if self.estimator == "paper":
+            raise ValueError('epoch corrects estimator="symmetric", got estimator="paper"')
 
 
 @dataclass(eq=False, kw_only=True)
@@ -142,7 +159,7 @@ def _optional(name: str, value: Any, allowed: Callable[[float], bool], words: st
 
 def _learner(learner: Any) -> Learner:
     if learner is None:
-        return FTRL()
+        return MeasuredCurvature()
     if isinstance(learner, type) or not isinstance(learner, Learner):
         raise TypeError(
             f"learner must be an object with initial, predict and observe (see sgdol.learners), got {shown(learner)}"

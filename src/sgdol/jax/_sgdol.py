@@ -19,31 +19,39 @@ __all__ = ["scale_by_sgdol", "sgdol"]
 
 @takes(Options)
 def sgdol(options: Options) -> optax.GradientTransformationExtraArgs:  # noqa: D417  # the fields are described
-    r"""Stochastic gradient descent whose step size is learned online.
+    r"""Stochastic gradient descent whose step size is learned online: :math:`x_{t+1} = x_t - \mathrm{lr}\, s_t\, d_t`.
 
-    .. math:: x_{t+1} = x_t - \eta_t d_t, \qquad \eta_t = \mathrm{lr} \cdot \mathrm{clip}\!\left(
-        \frac{\alpha + \sum_{j<t} u_j}{\alpha + \sum_{j<t} n_j}, 0, 2\right)
+    By default it is ``optax.sgd(lr * (1 - momentum), momentum)`` with a multiplier s <= 1 that falls where the
+    curvature measured along the steps says that they are too long (:class:`sgdol.learners.MeasuredCurvature`, which has
+    no theorem). The paper's own settings, with its proof, are ``sgdol(smoothness=M, **sgdol.PAPER)``:
+
+    .. math:: s_t = \mathrm{clip}\!\left(
+        \frac{\alpha + \sum_{j<t} u_j}{\alpha + \sum_{j<t} n_j}, 0, 2\right).
 
     See :func:`scale_by_sgdol` for how ``update`` gets its independent gradients and for the other arguments.
 
     Args:
-        learning_rate: the base rate 1/M: half of the largest step size. A number, an array or a schedule, which is a
+        learning_rate: the base rate 1/M: the largest step size (half of it with the paper's learner). A number, an array or a schedule, which is a
             function of the number of calls of ``update``, those that only hold a gradient included.
         smoothness: M, instead of ``learning_rate``; give one of the two.
         alpha: how strongly to hold on to the base rate, in units of a squared gradient norm, in each block; None for
-            kappa times the first squared direction.
-        kappa: how strongly to hold on to the base rate if alpha is None, positive: 10 for nets, 1 for noisy convex
-            problems.
+            kappa times the first squared gradient.
+        kappa: how strongly to hold on to the base rate if alpha is None, positive; None for 10 with a learner that uses
+            hindsight, else 1.
         estimator: ``"symmetric"`` or ``"paper"`` (Algorithm 1 to the letter).
         granularity: ``"global"``, ``"group"``, ``"tensor"`` or ``"coordinate"``.
         momentum: beta, in [0, 1); None for none. It is a weighted mean of the gradients, so ``optax.sgd(lr, beta)``
             has a base rate of lr / (1 - beta) here.
+        bias_correction: whether the direction is m_t / (1 - beta^t) or m_t; None for m_t with a learner that uses
+            hindsight: a first step of full length is too long for a rate at the limit.
         statistics: with momentum, whether (u, n) are those of the ``"direction"`` or of the ``"gradient"``.
+        epoch: how many updates a shuffled epoch has, if batches are drawn without replacement from few samples: u is
+            then corrected for it. None with replacement, or where data are plenty.
         weight_decay: decoupled: :math:`x \leftarrow x - \eta_t (d_t + \mathrm{weight\_decay} \cdot x)`; None for none.
         averaging: the power a of a polynomial average of the iterates, for :func:`sgdol.jax.averaged_params`; 8 is a
             good one; None for no average. It follows params + updates as they leave this transformation, so in a
             chain nothing that changes updates may come after it.
-        learner: the online learner of the step size; None for FTRL, the paper's.
+        learner: the online learner of the step size; None for :class:`sgdol.learners.MeasuredCurvature`.
         metric: in which lengths are taken: ``"euclidean"``, the paper's; ``"rms"``; ``"adagrad"``; or an object of
             :mod:`sgdol.metrics`.
         param_labels: which group each parameter is in.
@@ -51,7 +59,8 @@ def sgdol(options: Options) -> optax.GradientTransformationExtraArgs:  # noqa: D
         record: keep the sums for :func:`sgdol.jax.diagnostics`, a few numbers.
 
     >>> import jax.numpy as jnp
-    >>> optimizer = sgdol(smoothness=4.0, alpha=1.0)
+    >>> from sgdol.learners import FTRL
+    >>> optimizer = sgdol(smoothness=4.0, alpha=1.0, momentum=None, learner=FTRL())
     >>> state = optimizer.init(jnp.zeros(1))
     >>> updates, state = optimizer.update(jnp.array([2.0]), state)  # the first gradient is held
     >>> bool(updates[0] == 0), bool(state[0].pending)
@@ -129,22 +138,24 @@ def scale_by_sgdol(options: Scaling) -> optax.GradientTransformationExtraArgs:  
 
     Args:
         alpha: the regulariser's alpha in every block, positive; None for kappa times the first non-zero squared
-            direction, of which each block gets its even share by size.
-        kappa: see alpha; positive.
+            gradient, of which each block gets its even share by size.
+        kappa: see alpha; positive; None for 10 with a learner that uses hindsight, else 1.
         estimator: ``"symmetric"``: d is the mean and u the mean of the cross products. ``"paper"``: d = ``grads`` (or
             the first of the stack) and u = <grads, others>.
         granularity: what shares a step size: ``"global"``, everything; ``"group"``, the parameters with the same label;
             ``"tensor"``, each leaf; ``"coordinate"``, nothing (section 6 of the paper).
-        momentum: beta, in [0, 1): the direction is D^-1 m_t / (1 - beta^t), m_t = beta m_{t-1} + (1 - beta) gbar_t.
+        momentum: beta, in [0, 1): the direction is D^-1 m_t / w_t, m_t = beta m_{t-1} + (1 - beta) gbar_t.
+        bias_correction: whether w_t = 1 - beta^t, or 1; None for 1 with a learner that uses hindsight.
         statistics: with momentum, ``"direction"``: (u, n) of the momentum direction, with its unbiased signal
             (:func:`sgdol.surrogate.momentum_signal`); ``"gradient"``: those of the gradients, which shows noise that
             the momentum hides.
+        epoch: B updates in an epoch of batches without replacement: (n - u)/B is added to products of its gradients.
         weight_decay: decoupled, scaled by the learned multiplier; needs ``params`` in ``update``. It decays nothing
             while a gradient is held. ``optax.chain(optax.add_decayed_weights(c), sgdol(...))`` is an l2 penalty
             instead, part of the objective and of the statistics, for ways 1 and 3.
-        learner: an online learner of multipliers (:class:`sgdol.learners.Learner`); None for FTRL. One that uses
-            hindsight is told <gbar_t, d_{t-1}> of each block; unless Euclid's momentum tells it, that takes one more
-            vector of memory.
+        learner: an online learner of multipliers (:class:`sgdol.learners.Learner`); None for MeasuredCurvature. One
+            that uses hindsight is told <gbar_t, d_{t-1}> of each block; unless Euclid's momentum tells it, that takes
+            one more vector of memory.
         metric: a name or an object of :mod:`sgdol.metrics`: its diagonal D, made of past mean gradients, is in every
             product of two gradients, u = mean of <g_i, D^-1 g_j> and n = <gbar, D^-1 gbar>, and d = D^-1 gbar. It
             remembers one vector, in float32 or wider. With ``axis_name``, D is the same on all devices, and their

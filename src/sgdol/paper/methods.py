@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sgdol import PAPER
 from sgdol.jax import ScaleBySGDOLState, sgdol
 
 __all__ = [
@@ -210,7 +211,7 @@ def _weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
 
 def _sgdol(granularity: Literal["global", "coordinate"]) -> Callable[..., optax.GradientTransformationExtraArgs]:
     def build(smoothness: Any, alpha: Any) -> optax.GradientTransformationExtraArgs:
-        return sgdol(smoothness=smoothness, alpha=alpha, estimator="paper", granularity=granularity, record=False)
+        return sgdol(smoothness=smoothness, granularity=granularity, record=False, **{**PAPER, "alpha": alpha})
 
     return build
 
