@@ -31,8 +31,9 @@ def sgdol(options: Options) -> optax.GradientTransformationExtraArgs:  # noqa: D
     See :func:`scale_by_sgdol` for how ``update`` gets its independent gradients and for the other arguments.
 
     Args:
-        learning_rate: the base rate 1/M: the largest step size (half of it with the paper's learner). A number, an array or a schedule, which is a
-            function of the number of calls of ``update``, those that only hold a gradient included.
+        learning_rate: the base rate 1/M: the largest step size (with the paper's learner half of it). A number, an
+            array or a schedule, which is a function of the number of calls of ``update``, those
+            that only hold a gradient included.
         smoothness: M, instead of ``learning_rate``; give one of the two.
         alpha: how strongly to hold on to the base rate, in units of a squared gradient norm, in each block; None for
             kappa times the first squared gradient.
