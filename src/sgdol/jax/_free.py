@@ -18,6 +18,7 @@ from sgdol import free, metrics
 from sgdol.free import Settings, State
 from sgdol.jax._averaging import PolynomialAverageState
 from sgdol.jax._checks import check_number
+from sgdol.jax._geometry import choose_unit
 from sgdol.metrics import Means, Metric
 
 __all__ = ["SGDOLFreeState", "sgdol_free"]
@@ -188,7 +189,7 @@ def sgdol_free(
         rule = state.rule._replace(evaluations=state.rule.evaluations + 1)
         k = _count(updates, params)
         mean = jax.tree.map(lambda v: jnp.sum(v.astype(_wide(v)), axis=0) / k, updates)
-        unit = jnp.where(rule.updates == 0, _unit(mean, state.unit.dtype), state.unit)
+        unit = jnp.where(rule.updates == 0, choose_unit(jax.tree.leaves(mean), state.unit.dtype)[0], state.unit)
         norm = _Norm(metric, state.metric, _in_units(mean, unit), unit, unit.dtype)
 
         def point(x: Any, loss: Any, stacked: Any) -> _Point:
@@ -281,14 +282,6 @@ def _look_back(
     learned, rejected = free.look_back(rule, y_along, norm.gradient(y), length, norm.along(before.g, along))
     looked = looks & before.finite
     return _select(looked, learned, rule), _select(looked & rejected, before, now)
-
-
-def _unit(gradient: Any, kind: Any) -> jax.Array:
-    """1 unless squares of gradients like this one leave the range; then the power of two above its largest entry."""
-    top = jnp.max(jnp.stack([jnp.max(jnp.abs(g), initial=0.0).astype(kind) for g in jax.tree.leaves(gradient)]))
-    exponent = jnp.frexp(jnp.where(jnp.isfinite(top) & (top > 0), top, 1.0))[1]
-    bound = jnp.finfo(kind).maxexp // 4
-    return jnp.ldexp(jnp.ones((), kind), jnp.where(jnp.abs(exponent) > bound, exponent, 0))
 
 
 def _in_units(tree: Any, unit: jax.Array) -> Any:
