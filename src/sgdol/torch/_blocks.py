@@ -147,6 +147,15 @@ class Blocks:
         """Whether every block is one parameter, in order."""
         return len(self.tensors) == len(self.params)
 
+    def numbers(self, learner_of: Callable[[dict[str, Any]], Learner]) -> bool:
+        """Whether one block has everything, with one rate that is a number and a learner that takes numbers."""
+        if len(self.tensors) != 1 or self.coordinates:
+            return False
+        group = self.tensors[0].group
+        return type(learner_of(group)).__module__ == "sgdol.learners" and all(
+            isinstance(g["lr"], float) and g["lr"] == group["lr"] for g in self.groups
+        )
+
     def owner(self, row: int) -> dict[str, Any]:
         """Where the state of a parameter is whose coordinates are blocks."""
         return self._owners[row]
