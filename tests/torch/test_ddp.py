@@ -179,14 +179,14 @@ CASES: dict[int, dict[str, tuple[dict, int]]] = {
         "bucket views, coordinate": ({"ddp": {"gradient_as_bucket_view": True}, "granularity": "coordinate"}, SIZE + 8),
         "static graph": ({"ddp": {"static_graph": True}}, 8),
         "many buckets": ({"ddp": {"bucket_cap_mb": 1e-5}, "granularity": "tensor"}, 8),
-        "unused parameters": ({"ddp": {"find_unused_parameters": True}, "branches": True}, 1),
+        "unused parameters": ({"ddp": {"find_unused_parameters": True}, "branches": True}, 8),
         "unused parameters, two microbatches": (
             {"ddp": {"find_unused_parameters": True}, "branches": True, "microbatches": 2},
-            1,
+            8,
         ),
         "unused parameters, coordinate": (
             {"ddp": {"find_unused_parameters": True}, "branches": True, "granularity": "coordinate", "momentum": 0.5},
-            12,
+            12 + 8,
         ),
         "tensor, momentum": ({"granularity": "tensor", "momentum": 0.9}, 8),
         "coordinate": ({"granularity": "coordinate", "weight_decay": 0.1}, SIZE + 8),
@@ -194,11 +194,11 @@ CASES: dict[int, dict[str, tuple[dict, int]]] = {
     4: {
         "global, clipped": ({"clip": 0.5}, 8),
         "coordinate": ({"granularity": "coordinate"}, SIZE + 8),
-        "unused parameters": ({"ddp": {"find_unused_parameters": True}, "branches": True}, 1),
+        "unused parameters": ({"ddp": {"find_unused_parameters": True}, "branches": True}, 8),
     },
 }
-"""For each number of ranks: the settings of a run, and how many sums it may communicate in a step: Q of each tensor and whether a
-pass reached it, and Q of each coordinate where that is asked for."""
+"""For each number of ranks: the settings of a run, and how many sums it may communicate in a step: Q of each tensor and
+whether a pass reached it, and Q of each coordinate where that is asked for."""
 
 
 @pytest.fixture(scope="module", params=list(CASES))

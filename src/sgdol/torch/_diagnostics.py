@@ -37,9 +37,7 @@ def added(totals: Tensor, outcome: Outcome, ok: Tensor | None) -> Tensor:
     if isinstance(outcome.surrogate, float):
         sums = [1.0, 0.0, outcome.surrogate, outcome.signal, outcome.length]
         *old, signal, length = totals.tolist()
-        recent = [
-            new + RECENT * (before - new) for new, before in ((outcome.signal, signal), (outcome.length, length))
-        ]
+        recent = [new + RECENT * (before - new) for new, before in ((outcome.signal, signal), (outcome.length, length))]
         return totals.new_tensor([*(a + b for a, b in zip(old, sums, strict=True)), *recent])
     one = torch.ones_like(outcome.surrogate)
     sums = torch.stack([one, 0 * one, outcome.surrogate, outcome.signal, outcome.length])

@@ -55,7 +55,7 @@ def update(
     if ok is None and blocks.numbers(learner_of):
         return _update_by_numbers(blocks, direction, learner_of, geometry)
     n = direction.n
-    before = [blocks.alpha(block, n) for block in blocks.tensors]
+    before = blocks.alphas(n)
     coordinates_before = _coordinate_alphas(blocks, n, ok)
     blocks.learn_alpha(n.sum(), ok)
     multipliers = _learn(blocks, direction, learner_of, before, ok)
@@ -99,20 +99,19 @@ def _update_by_numbers(blocks: Blocks, direction: Direction, learner_of: Learner
     return Outcome(shown, rate * loss(s, u, n, 1.0), rate * u, rate * n)
 
 
-def _learn(blocks: Blocks, direction: Direction, learner_of: LearnerOf, before: list[Any], ok: Tensor | None) -> Tensor:
+def _learn(blocks: Blocks, direction: Direction, learner_of: LearnerOf, before: Tensor, ok: Tensor | None) -> Tensor:
     """The multiplier of each block that has one number; the learners' states are written to."""
     n, u, last = (blocks.sum(values) for values in (direction.n, direction.u, direction.last))
-    multipliers = torch.ones_like(n[: len(blocks.tensors)])
+    multipliers, after = torch.ones_like(before), blocks.alphas(n)
     for learner, members in learners_of(blocks, learner_of):
         everything = len(members) == len(blocks.tensors)
         owners = [blocks.tensors[i].owner for i in members]
         state = blocks.state(learner, owners, n)
-        alphas = _vector([before[i] for i in members], n)
-        multiplier = learner.predict(state, alphas)
-        after = _vector([blocks.alpha(blocks.tensors[i], n) for i in members], n)
-        mine = (n, u, last) if everything else (n[members], u[members], last[members])
+        mine = [n, u, last, before, after]
+        mine = mine if everything else [values[members] for values in mine]
+        multiplier = learner.predict(state, mine[3])
         hindsight = {"last": mine[2]} if uses_hindsight(learner) else {}
-        blocks.write(owners, learner.observe(state, multiplier, mine[1], mine[0], after, **hindsight), state, ok)
+        blocks.write(owners, learner.observe(state, multiplier, mine[1], mine[0], mine[4], **hindsight), state, ok)
         if everything:
             multipliers = multiplier
         else:
@@ -235,12 +234,6 @@ def _with_coordinates(
 def _number(value: Any, ok: Tensor | None) -> Any:
     """A number of the host where it may look, else what it is."""
     return value.tolist() if ok is None and isinstance(value, Tensor) else value
-
-
-def _vector(values: list[Any], like: Tensor) -> Tensor:
-    if any(isinstance(v, Tensor) for v in values):
-        return torch.stack([torch.as_tensor(v).to(like) for v in values])
-    return like.new_tensor(values)
 
 
 def _mean(values: Tensor, weights: Tensor) -> Tensor:

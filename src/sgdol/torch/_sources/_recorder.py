@@ -115,6 +115,7 @@ class Recorder:
         self._q = torch.zeros(0)
         self._n = torch.zeros(0)
         self._samples: list[tuple[Slot, Tensor]] = []
+        self._keeps_gradients = False
         weakref.finalize(self, _remove_taps, self._slots)
 
     def watch(self, params: Iterable[tuple[Tensor, Keep]]) -> None:
@@ -125,6 +126,7 @@ class Recorder:
             if index is None:
                 index = self._index[param] = len(self._slots)
                 self._slots.append(Slot(param, keep))
+                self._keeps_gradients |= keep == "gradients"
                 new = True
             else:
                 new = False
@@ -184,6 +186,11 @@ class Recorder:
             {i: self._first_two(slot) for i, slot in enumerate(slots) if slot.keep == "gradients"},
             [slot.count > 0 for slot in slots],
         )
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the contributions to any parameter are kept themselves."""
+        return self._keeps_gradients
 
     def count(self, params: list[Tensor]) -> int:
         """How many passes there have been."""
