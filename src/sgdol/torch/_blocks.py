@@ -136,6 +136,7 @@ class Blocks:
         self.whole = len(labels) == 1 and all(group["granularity"] == "global" for group in groups)
         """Whether there is one block only, whatever takes part."""
         self._index: Tensor | None = None
+        self._sizes: Tensor | None = None
         self._made_of = _options(groups)
 
     def current(self) -> bool:
@@ -146,6 +147,15 @@ class Blocks:
     def identity(self) -> bool:
         """Whether every block is one parameter, in order."""
         return len(self.tensors) == len(self.params)
+
+    def numbers(self, learner_of: Callable[[dict[str, Any]], Learner]) -> bool:
+        """Whether one block has everything, with one rate that is a number and a learner that takes numbers."""
+        if len(self.tensors) != 1 or self.coordinates:
+            return False
+        group = self.tensors[0].group
+        return type(learner_of(group)).__module__ == "sgdol.learners" and all(
+            isinstance(g["lr"], float) and g["lr"] == group["lr"] for g in self.groups
+        )
 
     def owner(self, row: int) -> dict[str, Any]:
         """Where the state of a parameter is whose coordinates are blocks."""
@@ -192,6 +202,18 @@ class Blocks:
             return float(fixed)
         learned = block.group.get("alpha_learned")
         return 0.0 if learned is None else learned.to(like) * (1 if self.whole else block.size)
+
+    def alphas(self, like: Tensor) -> Tensor:
+        """The same of all blocks that have one number."""
+        if len(self.groups) > 1 or self.whole or not self.tensors or self.groups[0]["alpha"] is not None:
+            values = [self.alpha(block, like) for block in self.tensors]
+            if any(isinstance(value, Tensor) for value in values):
+                return torch.stack([torch.as_tensor(value).to(like) for value in values])
+            return like.new_tensor(values)
+        if self._sizes is None or self._sizes.device != like.device:
+            self._sizes = like.new_tensor([block.size for block in self.tensors])
+        learned = self.groups[0].get("alpha_learned")
+        return torch.zeros_like(self._sizes) if learned is None else self._sizes * learned.to(like)
 
     def learn_alpha(self, n: Tensor, ok: Tensor | None) -> None:
         """Take alpha from the first update that moves: kappa ||d_0||^2, each block its even share by size.

@@ -82,8 +82,10 @@ class Statistics:
 
     def direction(self, gradients: Gradients, group_of: list[int], ok: Tensor | None) -> Direction:
         """The direction of an update, and what the momenta are after it."""
-        moving = [i for i, g in enumerate(group_of) if uses_momentum(self._groups[g])]
-        asking = [i for i, g in enumerate(group_of) if self._hindsight(self._groups[g])]
+        with_momentum = {g for g, group in enumerate(self._groups) if uses_momentum(group)}
+        with_hindsight = {g for g, group in enumerate(self._groups) if self._hindsight(group)}
+        moving = [i for i, g in enumerate(group_of) if g in with_momentum] if with_momentum else []
+        asking = [i for i, g in enumerate(group_of) if g in with_hindsight] if with_hindsight else []
         plain = Direction(
             gradients.k,
             gradients.params,
@@ -102,6 +104,8 @@ class Statistics:
 
     def remember(self, direction: Direction, group_of: list[int], ok: Tensor | None) -> None:
         """Keep the direction of the update where hindsight will need it and the momentum is not it."""
+        if not any(map(self._hindsight, self._groups)):
+            return
         for i, p in enumerate(direction.params):
             group = self._groups[group_of[i]]
             if not self.keeps_direction(p, group):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,8 +52,10 @@ def update(
         world: sums over ranks.
         ok: None if the numbers are known to be finite; else a boolean scalar that decides on the device.
     """
+    if ok is None and blocks.numbers(learner_of):
+        return _update_by_numbers(blocks, direction, learner_of, geometry)
     n = direction.n
-    before = [blocks.alpha(block, n) for block in blocks.tensors]
+    before = blocks.alphas(n)
     coordinates_before = _coordinate_alphas(blocks, n, ok)
     blocks.learn_alpha(n.sum(), ok)
     multipliers = _learn(blocks, direction, learner_of, before, ok)
@@ -66,7 +68,7 @@ def update(
         alphas = (coordinates_before, _coordinate_alphas(blocks, n, ok))
         learned = _update_coordinates(blocks, direction, learner_of, geometry, rates, alphas, ok)
         losses, lengths, means = _with_coordinates(blocks, learned, world, losses, n, eta, rates)
-    _move_tensors(blocks, direction, geometry, eta, ok)
+    _move_tensors(blocks, direction, geometry, eta.tolist() if ok is None else eta.unbind(), ok)
     return Outcome(
         _shown(blocks, means, lengths, multipliers, rates),
         (rates * losses).sum(),
@@ -75,20 +77,41 @@ def update(
     )
 
 
-def _learn(blocks: Blocks, direction: Direction, learner_of: LearnerOf, before: list[Any], ok: Tensor | None) -> Tensor:
+def _update_by_numbers(blocks: Blocks, direction: Direction, learner_of: LearnerOf, geometry: Geometry) -> Outcome:
+    """The same where one block has everything and the host may look: arithmetic on Python's numbers is faster."""
+    block, like = blocks.tensors[0], direction.n
+    learner, rate = learner_of(block.group), block.group["lr"]
+    n, u, last = torch.stack([direction.n, direction.u, direction.last]).sum(dim=1).tolist()
+    before = _number(blocks.alpha(block, like), None)
+    blocks.learn_alpha(like.sum(), None)
+    after = _number(blocks.alpha(block, like), None) if before == 0 else before
+    fresh = learner.initial(0.0)
+    keys = [f"learner.{name}" for name in fresh._fields]
+    known = [block.owner.get(key, value) for key, value in zip(keys, fresh, strict=True)]
+    state = type(fresh)(*(_number(value, None) for value in known))
+    s = learner.predict(state, before)
+    hindsight = {"last": last} if uses_hindsight(learner) else {}
+    new = learner.observe(state, s, u, n, after, **hindsight)
+    block.owner.update(zip(keys, like.new_tensor(new).unbind(), strict=True))
+    eta = rate * s
+    _move_tensors(blocks, direction, geometry, [eta] * len(blocks.params), None)
+    shown = [like.new_tensor(eta) if size else None for size in blocks.per_group]
+    return Outcome(shown, rate * loss(s, u, n, 1.0), rate * u, rate * n)
+
+
+def _learn(blocks: Blocks, direction: Direction, learner_of: LearnerOf, before: Tensor, ok: Tensor | None) -> Tensor:
     """The multiplier of each block that has one number; the learners' states are written to."""
     n, u, last = (blocks.sum(values) for values in (direction.n, direction.u, direction.last))
-    multipliers = torch.ones_like(n[: len(blocks.tensors)])
+    multipliers, after = torch.ones_like(before), blocks.alphas(n)
     for learner, members in learners_of(blocks, learner_of):
         everything = len(members) == len(blocks.tensors)
         owners = [blocks.tensors[i].owner for i in members]
         state = blocks.state(learner, owners, n)
-        alphas = _vector([before[i] for i in members], n)
-        multiplier = learner.predict(state, alphas)
-        after = _vector([blocks.alpha(blocks.tensors[i], n) for i in members], n)
-        mine = (n, u, last) if everything else (n[members], u[members], last[members])
+        mine = [n, u, last, before, after]
+        mine = mine if everything else [values[members] for values in mine]
+        multiplier = learner.predict(state, mine[3])
         hindsight = {"last": mine[2]} if uses_hindsight(learner) else {}
-        blocks.write(owners, learner.observe(state, multiplier, mine[1], mine[0], after, **hindsight), state, ok)
+        blocks.write(owners, learner.observe(state, multiplier, mine[1], mine[0], mine[4], **hindsight), state, ok)
         if everything:
             multipliers = multiplier
         else:
@@ -96,22 +119,23 @@ def _learn(blocks: Blocks, direction: Direction, learner_of: LearnerOf, before: 
     return multipliers
 
 
-def _move_tensors(blocks: Blocks, direction: Direction, geometry: Geometry, eta: Tensor, ok: Tensor | None) -> None:
+def _move_tensors(
+    blocks: Blocks, direction: Direction, geometry: Geometry, each: Sequence[Any], ok: Tensor | None
+) -> None:
     """Move the parameters that have one step size."""
-    each: Any = eta.tolist() if ok is None else eta.unbind()
     start = 0
     for group, size in zip(blocks.groups, blocks.per_group, strict=True):
         rows = range(start, start + size)
         start += size
         if not size or group["granularity"] == "coordinate":
             continue
-        euclidean = [i for i in rows if geometry.euclidean(blocks.params[i])]
+        euclidean = rows if geometry.plain else [i for i in rows if geometry.euclidean(blocks.params[i])]
         scale = _number(direction.scales[rows[0]], ok)
         if euclidean:
             xs = [real_view(local(blocks.params[i])) for i in euclidean]
             vectors = [direction.vectors[i] for i in euclidean]
             move(group, xs, vectors, scale, [each[i] for i in euclidean], ok)
-        for i in rows:
+        for i in rows if len(euclidean) < size else ():
             if not geometry.euclidean(blocks.params[i]):  # one by one: D^-1 v is new memory
                 x, p = real_view(local(blocks.params[i])), blocks.params[i]
                 move(group, [x], [geometry.sharp(p, direction.vectors[i])], scale, [each[i]], ok)
@@ -210,12 +234,6 @@ def _with_coordinates(
 def _number(value: Any, ok: Tensor | None) -> Any:
     """A number of the host where it may look, else what it is."""
     return value.tolist() if ok is None and isinstance(value, Tensor) else value
-
-
-def _vector(values: list[Any], like: Tensor) -> Tensor:
-    if any(isinstance(v, Tensor) for v in values):
-        return torch.stack([torch.as_tensor(v).to(like) for v in values])
-    return like.new_tensor(values)
 
 
 def _mean(values: Tensor, weights: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Passes:
     def take(self, params: list[Tensor]) -> Gradients | None:
         """All of them; None if there is only one."""
         world, passes = self._world(), self._recorder.count(params)
-        paper = any(self._wishes(p).paper for p in params)
+        paper = self._recorder.keeps_gradients and any(self._wishes(p).paper for p in params)
         ranks = 1 if paper else world.ranks
         if passes * ranks < 2:
             return None

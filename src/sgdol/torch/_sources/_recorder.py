@@ -115,6 +115,7 @@ class Recorder:
         self._q = torch.zeros(0)
         self._n = torch.zeros(0)
         self._samples: list[tuple[Slot, Tensor]] = []
+        self._keeps_gradients = False
         weakref.finalize(self, _remove_taps, self._slots)
 
     def watch(self, params: Iterable[tuple[Tensor, Keep]]) -> None:
@@ -125,6 +126,7 @@ class Recorder:
             if index is None:
                 index = self._index[param] = len(self._slots)
                 self._slots.append(Slot(param, keep))
+                self._keeps_gradients |= keep == "gradients"
                 new = True
             else:
                 new = False
@@ -185,6 +187,11 @@ class Recorder:
             [slot.count > 0 for slot in slots],
         )
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the contributions to any parameter are kept themselves."""
+        return self._keeps_gradients
+
     def count(self, params: list[Tensor]) -> int:
         """How many passes there have been."""
         return max((slot.count for slot in self._slots_of(params)), default=0)
@@ -196,7 +203,6 @@ class Recorder:
 
     # While a backward runs ------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _arrived(self, index: int, gradient: Tensor) -> None:
         """One parameter's gradient arrives in the backward that runs now, and is about to be accumulated."""
         if gradient.layout != torch.strided:
@@ -209,8 +215,12 @@ class Recorder:
                 return
         elif slot.lazy:  # brought by a graph inside of the backward that runs
             self._read_off([index], [])
-        self._measure(current, index, gradient)
+        if slot.keep == "norms" and gradient.numel() <= FEW:
+            current.small[index], current.arrived[index] = gradient, None
+        else:
+            self._measure(current, index, gradient)
 
+    @torch.no_grad()
     def _measure(self, current: _Pass, index: int, gradient: Tensor) -> None:
         slot = self._slots[index]
         current.arrived[index] = None
@@ -225,19 +235,21 @@ class Recorder:
         else:
             current.arrived[index] = self._geometry.norm(slot.param, real_gradient(gradient))
 
-    @torch.no_grad()
     def _begin(self) -> _Pass:
         """The backward that runs now."""
         task = torch._C._current_graph_task_id()
         running = self._running.get(task)
-        if running is None:
-            self._world = self._finder.world
-            self._reconcile()
-            running = self._running[task] = _Pass(max(s.count for s in self._slots), {}, {})
-            after_backward(lambda: after_backward(lambda: self._close(task)))
-            for slot in self._slots:
-                if slot.reduces and slot.param.grad is not None and not self._world.waits(slot.param):
-                    slot.previous = local(slot.param.grad).clone()
+        return self._start(task) if running is None else running
+
+    @torch.no_grad()
+    def _start(self, task: int) -> _Pass:
+        self._world = self._finder.world
+        self._reconcile()
+        running = self._running[task] = _Pass(max(s.count for s in self._slots), {}, {})
+        after_backward(lambda: after_backward(lambda: self._close(task)))
+        for slot in self._slots:
+            if slot.reduces and slot.param.grad is not None and not self._world.waits(slot.param):
+                slot.previous = local(slot.param.grad).clone()
         return running
 
     @torch.no_grad()
@@ -295,6 +307,7 @@ class Recorder:
             slot.squares.mul_(factor)
         slot.gradients = {i: g * factor.sqrt().to(g) for i, g in slot.gradients.items()}
 
+    @torch.no_grad()
     def _read_off(self, lazy: list[int], touched: list[int]) -> None:
         """What ``.grad`` is before it is added to is the first contribution, unless it has been thrown away."""
         lengths = self._norms([self._slots[i] for i in lazy])
