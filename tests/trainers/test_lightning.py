@@ -1,7 +1,6 @@
 """Lightning trains with SGDOL as a loop by hand does: the same bits, with and without accumulation, and resumed."""
 
 import csv
-import functools
 import warnings
 
 import pytest
