@@ -46,12 +46,14 @@ def run(seed: int) -> tuple[float, dict[str, Any]]:
         )
         for part in members
     ]
-    alpha = pick(None, None, 10.0, 0.01)
+    alpha, estimator = pick(None, None, 10.0, 0.01), pick("symmetric", "symmetric", "paper")
     shared: dict[str, Any] = {
         "granularity": pick("global", "group", "tensor", "coordinate"),
-        "estimator": pick("symmetric", "paper"),
+        "estimator": estimator,
         "alpha": alpha,
-        "kappa": float(pick(1.0, 10.0)) if alpha is None else 1.0,
+        "kappa": float(pick(1.0, 10.0)) if alpha is None else None,
+        "bias_correction": pick(True, False),
+        "epoch": pick(None, 2, 5) if estimator == "symmetric" else None,
         "statistics": pick("direction", "gradient"),
         "metric": pick("euclidean", "rms", "adagrad"),
         "averaging": pick(None, 0.0, 8.0),

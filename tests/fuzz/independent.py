@@ -57,11 +57,13 @@ class Independent:
     granularity: str
     estimator: str
     alpha: float | None
-    kappa: float
+    kappa: float | None
     statistics: str
     metric: str
     learner: str
     averaging: float | None
+    bias_correction: bool
+    epoch: int | None
     coordinates: list[Coordinate] = field(default_factory=list)
     blocks: dict[Any, Block] = field(default_factory=dict)
     first: float = 0.0
@@ -90,16 +92,25 @@ class Independent:
                 mean.append(sum(g) / k)
                 signal.append((sum(g) ** 2 - sum(v * v for v in g)) / (k * (k - 1)))
         diagonal = self._diagonal(mean)
+        squared = sum(g * g / d for g, d in zip(mean, diagonal, strict=True))
         length = []
+        before = [group.momentum_weight for group in self.groups]
         for group in self.groups:
             group.momentum_weight = group.momentum * group.momentum_weight + (1 - group.momentum)
-        direction = []
+        direction, hindsight = [], []
         for i, c in enumerate(self.coordinates):
             group = self.groups[c.group]
-            beta, w = group.momentum, group.momentum_weight
+            beta, w = group.momentum, group.momentum_weight if self.bias_correction else 1.0
             u, n = signal[i] / diagonal[i], mean[i] ** 2 / diagonal[i]
+            low = 0.0
+            if self.epoch is not None:
+                low = (n - u) / self.epoch
+                u += low
+                low *= 1 - beta ** (self.updates % self.epoch)
+            divided = before[c.group] if self.bias_correction and beta and before[c.group] else 1.0
+            hindsight.append(mean[i] * c.last + low / divided)
             if self.statistics == "direction":
-                u = (beta * c.m * mean[i] / diagonal[i] + (1 - beta) * u) / w
+                u = (beta * (c.m * mean[i] / diagonal[i] + low) + (1 - beta) * u) / w
             c.m = beta * c.m + (1 - beta) * mean[i]
             d = c.m / w
             if self.statistics == "direction":
@@ -107,7 +118,7 @@ class Independent:
             signal[i] = u
             length.append(n)
             direction.append(d / diagonal[i])
-        self._learn_and_move(mean, signal, length, direction)
+        self._learn_and_move(squared, hindsight, signal, length, direction)
 
     def _diagonal(self, mean: list[float]) -> list[float]:
         if self.metric == "euclidean":
@@ -127,7 +138,12 @@ class Independent:
         return found
 
     def _learn_and_move(
-        self, mean: list[float], signal: list[float], length: list[float], direction: list[float]
+        self,
+        squared: float,
+        hindsight: list[float],
+        signal: list[float],
+        length: list[float],
+        direction: list[float],
     ) -> None:
         members: dict[Any, list[int]] = {}
         for i, c in enumerate(self.coordinates):
@@ -135,14 +151,14 @@ class Independent:
         multipliers = {}
         known = self.first
         if not self.first:
-            self.first = self.kappa * sum(length) / len(length)
+            self.first = (self.kappa or 1.0) * squared / len(length)
         for name, block in self.blocks.items():
             size = len(members[name])
             alpha = known * size if self.alpha is None else self.alpha
             s = self._multiplier(block, alpha)
             u, n = sum(signal[i] for i in members[name]), sum(length[i] for i in members[name])
             if self.learner == "measured":
-                v = sum(mean[i] * self.coordinates[i].last for i in members[name])
+                v = sum(hindsight[i] for i in members[name])
                 if block.s_last > 0:
                     block.h += (block.u_last - v) / block.s_last
                 block.u += block.u_last

@@ -216,7 +216,7 @@ class Blocks:
         return torch.zeros_like(self._sizes) if learned is None else self._sizes * learned.to(like)
 
     def learn_alpha(self, n: Tensor, ok: Tensor | None) -> None:
-        """Take alpha from the first update that moves: kappa ||d_0||^2, each block its even share by size.
+        """Take alpha from the first update that moves: kappa ||gbar_0||^2, each block its even share by size.
 
         Kept per coordinate, so that a block which joins later gets the share that its size would have had; but one
         block for everything keeps the whole.

@@ -19,7 +19,7 @@ from sgdol.torch._base import WatchingOptimizer
 from sgdol.torch._blocks import Blocks, Granularity, share
 from sgdol.torch._checkpoint import Blanks, first_step_size
 from sgdol.torch._guard import Guard
-from sgdol.torch._options import LEARNED_WITH, OPTIONS, checked, checked_rate, materialise, refuse_unknown
+from sgdol.torch._options import DERIVED, LEARNED_WITH, OPTIONS, checked, checked_rate, materialise, refuse_unknown
 from sgdol.torch._sources import Gradients, HeldPair, Passes, Source, Wish
 from sgdol.torch._statistics import Statistics
 from sgdol.torch._tensors import wide_dtype
@@ -95,11 +95,13 @@ class SGDOL(WatchingOptimizer):
         *,
         smoothness: float | None = None,
         alpha: float | None = None,
-        kappa: float = 1.0,
+        kappa: float | None = None,
         estimator: Estimator = "symmetric",
         granularity: Granularity = "global",
-        momentum: float = 0.0,
+        momentum: float = 0.9,
+        bias_correction: bool | None = None,
         statistics: MomentumStatistics = "direction",
+        epoch: int | None = None,
         weight_decay: float = 0.0,
         averaging: float | None = None,
         learner: Learner | None = None,
@@ -117,7 +119,9 @@ class SGDOL(WatchingOptimizer):
             "estimator": estimator,
             "granularity": granularity,
             "momentum": momentum,
+            "bias_correction": bias_correction,
             "statistics": statistics,
+            "epoch": epoch,
             "weight_decay": weight_decay,
             "averaging": averaging,
             "learner": learner,
@@ -137,6 +141,7 @@ class SGDOL(WatchingOptimizer):
         self._guard = Guard()
         self._learners: dict[str, Learner] = {defaults["learner"]: self.learner}
         self._metrics: dict[str, Metric] = {defaults["metric"]: found_metric}
+        self._derived = {name: given[name] for name in DERIVED}
         self._blank = False
         self._blocks: Blocks | None = None
         super().__init__(params, {"lr": rate, **defaults})
@@ -215,10 +220,10 @@ class SGDOL(WatchingOptimizer):
             if rate is not None:
                 param_group["lr"] = rate
             known = {**self.defaults, "learner": self.learner, "metric": self._metrics[self.defaults["metric"]]}
-            options, learner, metric = checked({**known, **param_group})
+            options, learner, metric = checked({**known, **self._derived, **param_group})
             self._learners.setdefault(options["learner"], learner)
             self._metrics.setdefault(options["metric"], metric)
-            param_group.update({name: value for name, value in options.items() if name in param_group})
+            param_group.update({n: value for n, value in options.items() if n in param_group or n in DERIVED})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("step_size", first_step_size(group))
@@ -298,7 +303,7 @@ class SGDOL(WatchingOptimizer):
         if ok is None:
             self._warn_if_identical(verdict.n, verdict.u, gradients.params[0].dtype)
         blocks = self._blocks_of(gradients.params)
-        direction = self._statistics.direction(gradients, blocks.group_of, ok)
+        direction = self._statistics.direction(gradients, blocks.group_of, diagnostics.updates(totals), ok)
         outcome = update(blocks, direction, self._learner_of, self._geometry, self._world(), ok)
         self._statistics.remember(direction, blocks.group_of, ok)
         self._geometry.observe(gradients.params, gradients.vectors, gradients.scale, ok)
@@ -421,7 +426,7 @@ class SGDOL(WatchingOptimizer):
         self._recorder.reset()  # parameters that have been moved since have new accumulators
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("learner", "_learners", "_metrics", "_warned")
+        kept = ("learner", "_learners", "_metrics", "_derived", "_warned")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

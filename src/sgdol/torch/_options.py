@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sgdol import metrics
-from sgdol.learners import FTRL, Learner
+from sgdol.learners import Learner, MeasuredCurvature, suggested_kappa, uses_hindsight
 from sgdol.metrics import Metric
 from sgdol.surrogate import ESTIMATORS, MOMENTUM_STATISTICS
 from sgdol.torch._blocks import GRANULARITIES
 
 __all__ = [
     "DEFAULTS",
+    "DERIVED",
     "LEARNED_WITH",
     "OPTIONS",
     "check_flag",
@@ -36,11 +37,13 @@ __all__ = [
 DEFAULTS: dict[str, Any] = {
     "lr": None,
     "alpha": None,
-    "kappa": 1.0,
+    "kappa": None,
     "estimator": "symmetric",
     "granularity": "global",
-    "momentum": 0.0,
+    "momentum": 0.9,
+    "bias_correction": None,
     "statistics": "direction",
+    "epoch": None,
     "weight_decay": 0.0,
     "averaging": None,
     "learner": None,
@@ -52,13 +55,23 @@ DEFAULTS: dict[str, Any] = {
 
 OPTIONS = tuple(DEFAULTS)
 
-LEARNED_WITH = ("alpha", "kappa", "estimator", "granularity", "statistics", "averaging", "learner", "metric")
+LEARNED_WITH = (
+    "alpha",
+    "kappa",
+    "estimator",
+    "granularity",
+    "bias_correction",
+    "statistics",
+    "averaging",
+    "learner",
+    "metric",
+)
 """What has been learned means something only with the same of these: a saved state is refused by another."""
 
 INSTEAD = {
     "betas": "momentum=0.9 is Adam's first beta; metric='rms' measures in what its second one is for",
     "nesterov": "momentum=0.9 alone is what has been measured",
-    "dampening": "its momentum is an average, m = momentum * m + (1 - momentum) * g, divided by the sum of its weights",
+    "dampening": "its momentum is an average, m = momentum * m + (1 - momentum) * g",
     "eps": "nothing is divided by what could be 0",
     "amsgrad": "metric='adagrad' is a metric that forgets nothing",
     "fused": "foreach=True updates many tensors at once",
@@ -130,12 +143,21 @@ def _check_word(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def _check_learner(value: Any) -> Learner:
-    learner = FTRL() if value is None else value
+    learner = MeasuredCurvature() if value is None else value
     if isinstance(learner, type) or not isinstance(learner, Learner):
         raise TypeError(
             f"learner must be an object with initial, predict and observe (see sgdol.learners), got {_cut(value)}"
         )
     return learner
+
+
+def _check_epoch(value: Any, estimator: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 2:
+        raise ValueError(f"epoch must be a whole number of updates, at least 2, or None, got {_cut(value)}")
+    if estimator == "paper":
+        raise ValueError('epoch corrects estimator="symmetric", got estimator="paper"')
 
 
 def _cut(value: Any) -> str:
@@ -162,31 +184,40 @@ def checked_rate(options: dict[str, Any], where: str) -> Any:
     return _check_lr(1.0 / check_number("smoothness", smoothness, lambda v: v > 0, "positive and finite"))
 
 
+DERIVED = ("kappa", "bias_correction")
+"""Options whose default depends on the learner."""
+
+
 def checked(options: dict[str, Any]) -> tuple[dict[str, Any], Learner, Metric]:
     """All options but lr, by name, value and what is allowed, in the form in which they stand in a group.
 
     Learners and metrics stand there by name, so that a saved state can be loaded without them.
     """
     found = {name: options[name] for name in OPTIONS if name != "lr"}
+    learner, metric = _check_learner(found["learner"]), metrics.get(found["metric"])
     if found["alpha"] is not None:
         found["alpha"] = check_number("alpha", found["alpha"], lambda v: v > 0, "None, or positive and finite")
-    found["kappa"] = check_number("kappa", found["kappa"], lambda v: v > 0, "positive and finite")
-    if found["alpha"] is not None and found["kappa"] != 1:
+    if found["alpha"] is not None and found["kappa"] is not None:
         raise ValueError(
-            f"give alpha or kappa, not both: got alpha={found['alpha']!r} and kappa={found['kappa']!r} "
-            "(kappa is in units of the first squared direction)"
+            f"give alpha or kappa, not both: got alpha={found['alpha']!r} and kappa={_cut(found['kappa'])} "
+            "(kappa is in units of the first squared gradient)"
         )
+    kappa = suggested_kappa(learner) if found["kappa"] is None else found["kappa"]
+    found["kappa"] = check_number("kappa", kappa, lambda v: v > 0, "None, or positive and finite")
     _check_word("estimator", found["estimator"], ESTIMATORS)
     _check_word("granularity", found["granularity"], GRANULARITIES)
     _check_word("statistics", found["statistics"], MOMENTUM_STATISTICS)
     sentence = "at least 0 and less than 1"
     found["momentum"] = check_number("momentum", found["momentum"], lambda v: 0 <= v < 1, sentence)
+    if found["bias_correction"] is None:
+        found["bias_correction"] = not uses_hindsight(learner)
+    check_flag("bias_correction", found["bias_correction"])
+    _check_epoch(found["epoch"], found["estimator"])
     sentence = "at least 0 and finite"
     found["weight_decay"] = check_number("weight_decay", found["weight_decay"], lambda v: v >= 0, sentence)
     if found["averaging"] is not None:
         sentence = "None, or finite and at least 0"
         found["averaging"] = check_number("averaging", found["averaging"], lambda v: v >= 0, sentence)
-    learner, metric = _check_learner(found["learner"]), metrics.get(found["metric"])
     found["learner"], found["metric"] = _name(learner), _metric_name(metric)
     check_flag("maximize", found["maximize"])
     check_foreach(found["foreach"])

@@ -9,6 +9,7 @@ With momentum, :math:`m_t = \beta m_{t-1} + (1 - \beta) \bar g_t` and w_t the su
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,6 +48,8 @@ class Direction(NamedTuple):
     """The same within a parameter group: numbers, or tensors where the host must not wait."""
     n: Tensor
     """<d, D d> of each parameter, over all ranks."""
+    squared: Tensor
+    """<gbar, D^-1 gbar> of each parameter, over all ranks: what alpha is measured in."""
     u: Tensor
     """The signal <d, grad f> of each parameter, over all ranks."""
     last: Tensor
@@ -80,8 +83,9 @@ class Statistics:
         self._world = world
         self._hindsight = hindsight
 
-    def direction(self, gradients: Gradients, group_of: list[int], ok: Tensor | None) -> Direction:
-        """The direction of an update, and what the momenta are after it."""
+    def direction(self, gradients: Gradients, group_of: list[int], made: Tensor, ok: Tensor | None) -> Direction:
+        """The direction of an update, after ``made`` others, and what the momenta are after it."""
+        gradients, epochs = self._in_epochs(gradients, group_of, made)
         with_momentum = {g for g, group in enumerate(self._groups) if uses_momentum(group)}
         with_hindsight = {g for g, group in enumerate(self._groups) if self._hindsight(group)}
         moving = [i for i, g in enumerate(group_of) if g in with_momentum] if with_momentum else []
@@ -92,15 +96,34 @@ class Statistics:
             gradients.vectors,
             [gradients.scale] * len(gradients.params),
             gradients.n,
+            gradients.n,
             gradients.u,
             torch.zeros_like(gradients.u) if asking else gradients.u,
             {i: self._coordinate(gradients, i, signal) for i, signal in gradients.signals.items()},
         )
         if not moving and not asking:
             return plain
-        last = self._last(gradients, asking, group_of) if asking else plain.last
-        plain = plain._replace(last=last, coordinates=self._with_last(plain, gradients, asking, group_of))
-        return self._with_momentum(plain, gradients, moving, group_of, ok) if moving else plain
+        last = self._last(gradients, epochs, asking, group_of) if asking else plain.last
+        plain = plain._replace(last=last, coordinates=self._with_last(plain, gradients, epochs, asking, group_of))
+        return self._with_momentum(plain, gradients, epochs, moving, group_of, ok) if moving else plain
+
+    def _in_epochs(self, gradients: Gradients, group_of: list[int], made: Tensor) -> tuple[Gradients, _Epochs | None]:
+        """The gradients of batches that are drawn without replacement, with the signal that they really have."""
+        groups = [self._groups[g] for g in group_of]
+        if all(group["epoch"] is None for group in groups):
+            return gradients, None
+        n, u = gradients.n, gradients.u
+        lengths = n.new_tensor([group["epoch"] or math.inf for group in groups])
+        betas = n.new_tensor([float(group["momentum"]) for group in groups])
+        share = 1 - betas ** torch.where(lengths.isinf(), 0.0, torch.remainder(made, lengths))
+        epochs = _Epochs(lengths, share, (n - u) / lengths)
+        signals = {
+            i: Signal(s.base, s.a + (1 - s.a) / groups[i]["epoch"], s.b - s.b / groups[i]["epoch"])
+            if groups[i]["epoch"]
+            else s
+            for i, s in gradients.signals.items()
+        }
+        return gradients._replace(u=u + epochs.low, signals=signals), epochs
 
     def remember(self, direction: Direction, group_of: list[int], ok: Tensor | None) -> None:
         """Keep the direction of the update where hindsight will need it and the momentum is not it."""
@@ -132,10 +155,12 @@ class Statistics:
         state = self._state.get(p, {})
         if self._momentum_is_direction(p, group):
             weight = group.get("momentum_weight")
-            return None if weight is None or "momentum" not in state else (local(state["momentum"]), weight)
+            if weight is None or "momentum" not in state:
+                return None
+            return local(state["momentum"]), weight if group["bias_correction"] else None
         return (local(state["direction"]), None) if "direction" in state else None
 
-    def _last(self, gradients: Gradients, asking: list[int], group_of: list[int]) -> Tensor:
+    def _last(self, gradients: Gradients, epochs: _Epochs | None, asking: list[int], group_of: list[int]) -> Tensor:
         numbers = [torch.zeros_like(gradients.u[0])] * len(gradients.params)
         for i in asking:
             p = gradients.params[i]
@@ -143,10 +168,25 @@ class Statistics:
             if found is not None:
                 value = self._geometry.pairing(gradients.vectors[i], found[0]).to(gradients.u) * gradients.scale
                 numbers[i] = value if found[1] is None else _quotient(value, found[1])
-        return self._world().total(gradients.params, torch.stack(numbers).unsqueeze(0))[0]
+        last = self._world().total(gradients.params, torch.stack(numbers).unsqueeze(0))[0]
+        if epochs is None:
+            return last
+        weights = [self._weight_before(self._groups[g], last) for g in group_of]
+        return last + epochs.share * epochs.low / torch.stack(weights)
+
+    def _weight_before(self, group: dict[str, Any], like: Tensor) -> Tensor:
+        """What the last direction has been divided by."""
+        weight = torch.as_tensor(group.get("momentum_weight", 0.0)).to(like)
+        one = torch.ones_like(weight)
+        return torch.where(weight > 0, weight, one) if group["bias_correction"] and group["momentum"] else one
 
     def _with_last(
-        self, plain: Direction, gradients: Gradients, asking: list[int], group_of: list[int]
+        self,
+        plain: Direction,
+        gradients: Gradients,
+        epochs: _Epochs | None,
+        asking: list[int],
+        group_of: list[int],
     ) -> dict[int, Coordinate]:
         coordinates = dict(plain.coordinates)
         for i in set(asking) & coordinates.keys():
@@ -154,8 +194,19 @@ class Statistics:
             if found is not None:
                 d = found[0] * gradients.scale
                 d = d if found[1] is None else _quotient(d, found[1].to(d))
-                coordinates[i] = coordinates[i]._replace(last=gradients.vectors[i].to(d.dtype) * d)
+                last = gradients.vectors[i].to(d.dtype) * d
+                if epochs is not None:
+                    weight = self._weight_before(self._groups[group_of[i]], gradients.u)
+                    last = last + self._low(coordinates[i], gradients, i, epochs) / weight.to(last)
+                coordinates[i] = coordinates[i]._replace(last=last)
         return coordinates
+
+    def _low(self, coordinate: Coordinate, gradients: Gradients, i: int, epochs: _Epochs) -> Tensor:
+        """By how much the product with the momentum is low, of each coordinate."""
+        g = gradients.vectors[i].to(wide_dtype(gradients.vectors[i].dtype)) * gradients.scale
+        n = self._geometry.products(gradients.params[i], g, g)
+        factor = epochs.share[i] / (epochs.lengths[i] - 1)  # the signal has been corrected already
+        return (n - _signal(coordinate.signal, n)) * factor.to(n)
 
     # Momentum ---------------------------------------------------------------------------------------------------------
 
@@ -164,7 +215,13 @@ class Statistics:
         return Coordinate(vector, self._geometry.sharp(gradients.params[i], vector), gradients.scale, signal, 0.0)
 
     def _with_momentum(
-        self, plain: Direction, gradients: Gradients, moving: list[int], group_of: list[int], ok: Tensor | None
+        self,
+        plain: Direction,
+        gradients: Gradients,
+        epochs: _Epochs | None,
+        moving: list[int],
+        group_of: list[int],
+        ok: Tensor | None,
     ) -> Direction:
         like, scale = plain.n, gradients.scale
         params = [plain.params[i] for i in moving]
@@ -178,7 +235,8 @@ class Statistics:
         for place, (i, p, m, g, group) in enumerate(zip(moving, params, momenta, means, groups, strict=True)):
             beta, raw = float(group["momentum"]), group["statistics"] == "gradient"
             if i in coordinates and not raw:
-                coordinates[i] = self._moved_signal(coordinates[i], p, m, g, beta, weights[group_of[i]])
+                low = 0.0 if epochs is None else self._low(coordinates[i], gradients, i, epochs)
+                coordinates[i] = self._moved_signal(coordinates[i], p, m, g, beta, weights[group_of[i]], low)
             if not raw:
                 crosses[place] = self._geometry.inner([p], [m], [g], like)[0]
             m.lerp_(g, 1 - beta) if ok is None else m.copy_(torch.where(ok, torch.lerp(m, g, 1 - beta), m))
@@ -198,17 +256,16 @@ class Statistics:
         where = [moving[j] for j in direct]
         n, u = plain.n.clone(), plain.u.clone()
         n[where] = lengths / weight.square()
+        if epochs is not None:
+            cross = cross + (epochs.share * epochs.low)[where]
         u[where] = momentum_signal(cross, plain.u[where], betas, weight)
         return plain._replace(vectors=vectors, scales=scales, n=n, u=u, coordinates=coordinates)
 
     def _moved_signal(
-        self, coordinate: Coordinate, p: Tensor, m: Tensor, g: Tensor, beta: float, weight: Any
+        self, coordinate: Coordinate, p: Tensor, m: Tensor, g: Tensor, beta: float, weight: Any, low: Any
     ) -> Coordinate:
-        base, a, b = coordinate.signal
-        u = base * b if b != 1.0 else base
-        if a:
-            u = u + self._geometry.products(p, g, g) * a
-        cross = self._geometry.products(p, m, g)
+        u = _signal(coordinate.signal, self._geometry.products(p, g, g) if coordinate.signal.a else None)
+        cross = self._geometry.products(p, m, g) + low
         weight = weight if isinstance(weight, float) else weight.to(u)
         return coordinate._replace(signal=Signal(momentum_signal(cross, u, beta, weight), 0.0, 1.0))
 
@@ -220,8 +277,27 @@ class Statistics:
             beta, old = float(group["momentum"]), torch.as_tensor(group.get("momentum_weight", 0.0)).to(like)
             new = beta * old + (1 - beta)
             group["momentum_weight"] = new if ok is None else torch.where(ok, new, old)
-            weights[i] = new.tolist() if ok is None else new
+            used = new if group["bias_correction"] else torch.ones_like(new)
+            weights[i] = used.tolist() if ok is None else used
         return weights
+
+
+class _Epochs(NamedTuple):
+    """What drawing without replacement does to products of gradients, of each parameter."""
+
+    lengths: Tensor
+    """How many updates an epoch has; infinite with replacement."""
+    share: Tensor
+    """The weight of this epoch's gradients in the momentum before this update."""
+    low: Tensor
+    """By how much a product of two gradients of one epoch is low: (n - u) over the length."""
+
+
+def _signal(signal: Signal, n: Tensor | None) -> Tensor:
+    """U of each coordinate."""
+    base, a, b = signal
+    u = base * b if b != 1.0 else base
+    return u if n is None else u + n * a
 
 
 def uses_momentum(group: dict[str, Any]) -> bool:

@@ -57,7 +57,7 @@ def update(
     n = direction.n
     before = blocks.alphas(n)
     coordinates_before = _coordinate_alphas(blocks, n, ok)
-    blocks.learn_alpha(n.sum(), ok)
+    blocks.learn_alpha(direction.squared.sum(), ok)
     multipliers = _learn(blocks, direction, learner_of, before, ok)
     rates = blocks.rates(n)
     eta = rates * blocks.spread(multipliers)
@@ -83,7 +83,7 @@ def _update_by_numbers(blocks: Blocks, direction: Direction, learner_of: Learner
     learner, rate = learner_of(block.group), block.group["lr"]
     n, u, last = torch.stack([direction.n, direction.u, direction.last]).sum(dim=1).tolist()
     before = _number(blocks.alpha(block, like), None)
-    blocks.learn_alpha(like.sum(), None)
+    blocks.learn_alpha(direction.squared.sum(), None)
     after = _number(blocks.alpha(block, like), None) if before == 0 else before
     fresh = learner.initial(0.0)
     keys = [f"learner.{name}" for name in fresh._fields]
