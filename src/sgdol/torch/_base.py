@@ -113,10 +113,11 @@ class WatchingOptimizer(Optimizer):
 
     def _refuse_sparse(self, params: list[Tensor]) -> None:
         for index, p in enumerate(params):
-            if p.grad is not None and p.grad.layout != torch.strided:
+            grad = p.grad
+            if grad is not None and grad.layout != torch.strided:
                 raise RuntimeError(
                     f"{type(self).__name__} does not support sparse gradients: parameter {index} of shape "
-                    f"{tuple(p.shape)} has a gradient of layout {p.grad.layout}; use a dense one (for instance "
+                    f"{tuple(p.shape)} has a gradient of layout {grad.layout}; use a dense one (for instance "
                     "torch.nn.Embedding(..., sparse=False))"
                 )
 

@@ -55,16 +55,16 @@ def _move_by_numbers(
     """Where the host knows the step sizes: one pass over memory, and one call if there is one step size."""
     sign = scale if group["maximize"] else -scale
     decay = group["weight_decay"]
-    narrow = [i for i, x in enumerate(xs) if x.dtype != wide_dtype(x.dtype)]
-    for i in narrow:
-        move_guarded(group, xs[i], vectors[i], scale, torch.tensor(etas[i], dtype=torch.float64), None)
-    if narrow:
-        chosen = [i for i in range(len(xs)) if i not in set(narrow)]
+    types = {x.dtype for x in xs}
+    if any(dtype != wide_dtype(dtype) for dtype in types):
+        narrow = {i for i, x in enumerate(xs) if x.dtype != wide_dtype(x.dtype)}
+        for i in narrow:
+            move_guarded(group, xs[i], vectors[i], scale, torch.tensor(etas[i], dtype=torch.float64), None)
+        chosen = [i for i in range(len(xs)) if i not in narrow]
         xs, vectors, etas = ([each[i] for i in chosen] for each in (xs, vectors, etas))
-    if not xs:
-        return
-    alike = all(x.dtype == v.dtype == xs[0].dtype for x, v in zip(xs, vectors, strict=True))
-    if len(xs) > 1 and alike and group["foreach"] is not False and all(eta == etas[0] for eta in etas):
+        types = {x.dtype for x in xs}
+    many = len(xs) > 1 and group["foreach"] is not False and etas.count(etas[0]) == len(etas)
+    if many and len(types) == 1 and types == {v.dtype for v in vectors}:
         if decay:
             torch._foreach_mul_(xs, 1 - etas[0] * decay)
         torch._foreach_add_(xs, vectors, alpha=sign * etas[0])

@@ -255,8 +255,12 @@ class SGDOL(WatchingOptimizer):
         """The gradients of this step, if they are enough for an update; else hold what there is."""
         pending, pair = self.pending, self._pair
         params = [p for p in self._params() if p.grad is not None or (pending and pair.holds(p))]
-        if not any(p.grad is not None for p in params):
+        if not params or (pending and all(p.grad is None for p in params)):
             return None
+        if _same(self._taking_part, params):
+            params = self._taking_part  # the same object as in the last step, by which others know that it is
+        else:
+            self._taking_part = params
         self._refuse_sparse(params)
         assert self._recorder is not None
         if self._recorder.unseen(params):
@@ -322,7 +326,7 @@ class SGDOL(WatchingOptimizer):
     def _blocks_of(self, params: list[Tensor]) -> Blocks:
         """The blocks of these parameters: those of the last update, if nothing has changed."""
         known = self._blocks
-        if known is not None and _same(known.params, params) and known.current():
+        if known is not None and known.params is params and known.current():
             return known
         place = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         self._blocks = Blocks(self.param_groups, self.state, params, [place[p] for p in params])
@@ -345,6 +349,7 @@ class SGDOL(WatchingOptimizer):
         """The parts of which this optimizer is made, on its groups and state as they are now."""
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         self._blocks = None
+        self._taking_part: list[Tensor] = []
         super()._assemble()
         geometry, groups, state = self._geometry, self.param_groups, self.state
         assert self._finder is not None

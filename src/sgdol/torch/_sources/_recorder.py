@@ -116,6 +116,7 @@ class Recorder:
         self._n = torch.zeros(0)
         self._samples: list[tuple[Slot, Tensor]] = []
         self._keeps_gradients = False
+        self._known: tuple[list[Tensor], list[Slot]] = ([], [])
         weakref.finalize(self, _remove_taps, self._slots)
 
     def watch(self, params: Iterable[tuple[Tensor, Keep]]) -> None:
@@ -142,9 +143,9 @@ class Recorder:
 
     def unseen(self, params: list[Tensor]) -> bool:
         """Whether there are gradients that no hook has seen: parameters that are new, unfrozen, or of another type."""
-        return any(p not in self._index for p in params) or any(
-            not slot.count and slot.param.grad is not None for slot in self._slots_of(params)
-        )
+        if params is not self._known[0] and any(p not in self._index for p in params):
+            return True
+        return any(not slot.count and slot.param.grad is not None for slot in self._slots_of(params))
 
     def reset(self) -> None:
         """Forget the passes: their gradients have been used or thrown away."""
@@ -197,9 +198,11 @@ class Recorder:
         return max((slot.count for slot in self._slots_of(params)), default=0)
 
     def _slots_of(self, params: list[Tensor]) -> list[Slot]:
-        if len(params) == len(self._slots) and all(p is s.param for p, s in zip(params, self._slots, strict=True)):
-            return self._slots
-        return [self._slots[self._index[p]] for p in params]
+        if params is not self._known[0] or len(self._known[1]) != len(params):
+            slots = [self._slots[self._index[p]] for p in params]
+            same = len(slots) == len(self._slots) and all(a is b for a, b in zip(slots, self._slots, strict=True))
+            self._known = (params, self._slots if same else slots)
+        return self._known[1]
 
     # While a backward runs ------------------------------------------------------------------------------------------
 
