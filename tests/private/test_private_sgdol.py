@@ -4,6 +4,9 @@ import io
 import math
 
 import pytest
+
+pytest.importorskip("opacus", reason="Opacus is not installed: pip install 'sgdol[private]'")
+
 import torch
 from opacus import PrivacyEngine
 from opacus.optimizers import DPOptimizer
