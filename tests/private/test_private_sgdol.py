@@ -442,6 +442,15 @@ def test_the_data_enter_through_the_releases_alone(source):
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@every_source
+def test_a_release_that_is_not_finite_is_skipped_and_forgotten(source):
+    good, bad = [[1.0, 2.0], [0.5, 0.5]], [[float("nan"), 1.0], [1.0, 1.0]]
+    trained = by_samples(source, [good, good, bad, good, good])
+    assert torch.isfinite(trained).all()
+    if source != "halves":  # whose coins are other ones
+        torch.testing.assert_close(trained, by_samples(source, [good] * 4), rtol=0, atol=0)
+
+
 def test_other_kinds_of_clipping_are_refused():
     model = torch.nn.Linear(FEATURES, CLASSES)
     _, optimizer, _ = PrivacyEngine(accountant="rdp").make_private(

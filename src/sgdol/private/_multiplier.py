@@ -67,7 +67,7 @@ class Multiplier:
 
     def step(self, numbers: dict[str, Any], u: Tensor, n: Tensor) -> Tensor:
         """The multiplier of this step, from the steps before it alone; then (u, n) are added to ``numbers``."""
-        if not numbers:
+        if "alpha" not in numbers:
             zero = torch.zeros_like(n)
             numbers["alpha"] = self.kappa * n if self.alpha is None else zero + self.alpha
             numbers["learner"] = self.learner.initial(zero)._asdict()
@@ -84,12 +84,13 @@ class Multiplier:
 
 def diagnostics(numbers: dict[str, Any]) -> dict[str, float]:
     """The multiplier, the number of updates and what the sums say of signal and noise, as Python numbers."""
-    if not numbers:
-        return {"updates": 0.0}
+    if "alpha" not in numbers:
+        return {"updates": 0.0, "skipped": float(numbers.get("skipped", 0))}
     u_sum, n_sum = float(numbers["u_sum"]), float(numbers["n_sum"])
     noise = n_sum - u_sum
     return {
         "updates": float(numbers["updates"]),
+        "skipped": float(numbers.get("skipped", 0)),
         "multiplier": float(numbers["multiplier"]),
         "u_sum": u_sum,
         "n_sum": n_sum,
