@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 OUT ?= results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce test test-slow lint bench bench-scale bench-peers bench-peers-smoke bench-peers-tables clean
+.PHONY: help setup reproduce test test-slow test-browser docs lint bench bench-scale bench-peers bench-peers-smoke bench-peers-tables clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 28
@@ -16,8 +16,9 @@ setup: $(VENV)/.complete  ## create .venv with everything that development needs
 $(VENV)/.complete: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "sgdol needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) 'pip>=25.1'
 	$(PIP) torch==2.13.0
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[torch,jax,paper,trainers,tensorboard,private,plot]' --group dev
 	@touch $@
 
 reproduce: setup  ## every figure and claim of the paper, into results/ (OUT=folder to change it)
@@ -29,10 +30,18 @@ test: setup  ## the tests, in parallel
 test-slow: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
-lint: setup  ## ruff, mypy and the import contract
+test-browser: setup  ## the report in Chromium, with axe-core where npm has it
+	npm install --silent --no-audit --no-fund --prefix $(VENV)/axe axe-core@4.14.0 || echo "no axe-core: its test is skipped"
+	$(BIN)/python -m pytest -m browser
+
+docs: setup  ## the site, into docs/_build/html; runs the gallery
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+lint: setup  ## ruff, mypy, pyright and the import contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/basedpyright --level error
 	$(BIN)/lint-imports
 
 bench: setup  ## cost against torch.optim.SGD, on one thread; writes benchmarks/results/
@@ -51,4 +60,4 @@ bench-peers-tables: setup  ## its tables and plot again, from the saved runs
 	$(BIN)/python -m benchmarks.quality tables
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) results docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

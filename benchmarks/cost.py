@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.timing import machine, table, timed
-from sgdol import SGDOL
+from sgdol import SGDOL, SGDOLFree
 
 OUT = Path(__file__).parent / "results" / "cost.md"
 TENSORS, SIZE = 60, 333_334
@@ -49,6 +49,7 @@ def main() -> None:
     for name, (contenders, about) in _trainings().items():
         baseline = next(iter(contenders))
         lines += ["", f"## A whole training step: {name}", "", about, "", *table(timed(contenders, rounds), baseline)]
+    lines += _small_networks(rounds)
     lines += ["", "## Memory that grows with the model, beyond parameters and gradients", "", *_memory()]
     text = "\n".join(lines) + "\n"
     print(text)
@@ -164,6 +165,69 @@ class _Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         return self.head(self.encoder(self.embedding(tokens), mask=mask, is_causal=True))
+
+
+# SGDOLFree on small networks ------------------------------------------------------------------------------------------
+
+TOGETHER = 20
+"""So many steps are timed at once: about every tenth of SGDOLFree's looks back."""
+
+
+def _small_networks(rounds: int) -> list[str]:
+    torch.manual_seed(0)
+    digits, images, classes = torch.randn(64, 64), torch.randn(64, 784), torch.randint(10, (64,))
+    small = torch.randn(64, 1, 14, 14)
+    cases: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+        "MLP 64-128-10, 10^4 parameters": (lambda: _layers(64, 128, 10), digits),
+        "MLP 64-64-64-10, 10^4 parameters": (lambda: _layers(64, 64, 64, 10), digits),
+        "MLP 784-128-10, 10^5 parameters": (lambda: _layers(784, 128, 10), images),
+        "CNN, 2 x 10^4 parameters": (_small_cnn, small),
+    }
+    lines = ["", "## SGDOLFree on small networks", "", "Batch 64 in two microbatches for all; a mean over 20 steps."]
+    for name, (build, x) in cases.items():
+        contenders = {
+            "AdamW": _closure_contender(build, x, classes, lambda p: torch.optim.AdamW(p, lr=1e-3)),
+            "SGDOLFree": _closure_contender(build, x, classes, SGDOLFree),
+            'SGDOLFree(metric="euclidean")': _closure_contender(
+                build, x, classes, lambda p: SGDOLFree(p, metric="euclidean")
+            ),
+        }
+        lines += ["", f"### {name}", "", *table(timed(contenders, rounds), "AdamW")]
+    return lines
+
+
+def _closure_contender(build: Callable[[], nn.Module], x: Tensor, y: Tensor, make: Callable[[Any], Any]) -> Any:
+    torch.manual_seed(0)
+    net = build()
+    optimizer, criterion = make(net.parameters()), nn.CrossEntropyLoss()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for inputs, targets in zip(x.chunk(2), y.chunk(2), strict=True):
+            loss = criterion(net(inputs), targets) / 2
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    while True:
+        start = time.perf_counter()
+        for _ in range(TOGETHER):
+            optimizer.step(closure)
+        yield (time.perf_counter() - start) / TOGETHER
+
+
+def _layers(*widths: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _small_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(800, 10)
+    )
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import sgdol
 from sgdol import cli
+from sgdol.paper.configuration import DEFAULT_HORIZON, QUICK_HORIZON
 from sgdol.paper.publish import Publication
-from sgdol.paper.results import DEFAULT_HORIZON, QUICK_HORIZON
 from sgdol.paper.verdict import Claim, Part
 
 
@@ -44,11 +45,13 @@ def test_version(monkeypatch, capsys):
     assert (status, out.strip()) == (0, f"sgdol {sgdol.__version__}")
 
 
-@pytest.mark.parametrize("command", ["reproduce", "claims", "report", "data"])
-def test_every_command_explains_every_option(command):
-    shown = run(command, "--help")
-    assert shown.returncode == 0
-    text = " ".join(shown.stdout.replace("│", " ").split())
+@pytest.mark.parametrize("command", ["reproduce", "claims", "report", "data", "env"])
+def test_every_command_explains_every_option(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    status, out, _ = call(monkeypatch, capsys, command, "--help")
+    assert status == 0
+    text = " ".join(out.replace("│", " ").split())
+    assert "<bool>" not in text
     if command == "reproduce":
         options = (
             "--figure",
@@ -66,8 +69,15 @@ def test_every_command_explains_every_option(command):
         assert text.lower().count("default") >= 7
         assert f"({QUICK_HORIZON})" in text
         assert f"Default: {DEFAULT_HORIZON}" in text
-    else:
+    elif command != "env":
         assert "--export" in text if command == "data" else "--out" in text
+
+
+def test_flags_are_shown_as_flags(monkeypatch, capsys):
+    _, out, _ = call(monkeypatch, capsys, "--help")
+    assert "--version" in out
+    assert "--show-completion" in out
+    assert "<bool>" not in out
 
 
 BAD = [
@@ -113,7 +123,8 @@ def test_bad_input_gets_one_sentence_and_destroys_nothing(arguments, sentence, f
     before = contents(folder)
     monkeypatch.chdir(folder)
     status, out, err = call(monkeypatch, capsys, *(word.format(folder=folder) for word in arguments))
-    assert status not in (0, None)
+    wrong_usage = not ("{folder}" in "".join(arguments) and "--method" not in arguments)
+    assert status == (2 if wrong_usage else 1)
     assert sentence in err
     assert len(err.strip().splitlines()) == 1
     assert err.startswith("sgdol: ")
@@ -171,24 +182,77 @@ def test_data_describes_exports_and_checks(monkeypatch, capsys, tmp_path):
     assert "15,682 rows, 124 features" in out
 
 
-def test_reproduce_leaves_everything_and_run_again_computes_nothing_and_leaves_the_same_bytes(tmp_path):
-    # One test, because the smallest real run is the dearest thing here.
-    folder = tmp_path / "results"
-    arguments = ("reproduce", "--figure", "2", "--horizon", "100", "--repeats", "2", "--out", str(folder))
-    first = run(*arguments)
-    assert first.returncode == 0, first.stderr
-    names = {path.name for path in folder.iterdir()}
-    assert {"figure2.png", "figure2.svg", "tuning.svg", "summary.csv", "claims.json", "report.html", "curves"} <= names
-    assert "figure1.png" not in names
-    assert not [name for name in names if name.startswith(".")]
-    for words in ("rosenbrock: tuning", "rosenbrock: sigma=5", "altogether", "theorem-4", "report.html"):
-        assert words in first.stdout
-    before = contents(folder)
-    (folder / "report.html").unlink()
-    again = run(*arguments)
-    assert again.returncode == 0
-    assert "done before" in again.stdout
-    assert contents(folder) == before
+def test_python_m_sgdol_is_the_same_program():
+    done = subprocess.run([sys.executable, "-m", "sgdol", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, f"sgdol {sgdol.__version__}")
+
+
+def test_env_prints_versions_for_a_bug_report_and_no_path(monkeypatch, capsys):
+    status, out, _ = call(monkeypatch, capsys, "env")
+    assert status == 0
+    found = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert found["sgdol"] == sgdol.__version__
+    for name in ("Python", "numpy", "torch", "jax", "optax", "xarray", "h5py", "typer", "machine", "cores"):
+        assert found[name]
+    assert str(Path.home()) not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["re"], {"reproduce", "report"}),
+        (["reproduce", "--noise", ""], {"coordinate", "total"}),
+        (["reproduce", "--method", "SGD"], {"SGDOL Global", "SGDOL Coordinate", "SGD", "SGD GL"}),
+    ],
+    ids=["command", "choice", "method"],
+)
+def test_a_shell_can_complete_words(words, completed, monkeypatch, capsys):
+    monkeypatch.setenv("_SGDOL_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(["sgdol", *words]))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    _, out, _ = call(monkeypatch, capsys)
+    assert set(out.split("\n")) - {""} == completed
+
+
+def piped(stdout=subprocess.PIPE, **environment):
+    """The program with much to print, its output going elsewhere."""
+    program = (
+        "import sys; import sgdol.paper.data as data; from sgdol import cli\n"
+        "data.describe = lambda *_: 'E‖∇f‖² under σ: “1.2 × 10⁻⁷” (≤ 2) ☃\\n' * 5000\n"
+        "sys.argv = ['sgdol', 'data']; cli.main()"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env=os.environ | environment,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_output_into_a_file_of_any_encoding_is_spelled_out(encoding):
+    done = piped(PYTHONIOENCODING=encoding)
+    assert done.returncode == 0, done.stderr
+    line = done.stdout.decode(encoding).splitlines()[0]
+    plain = {"ascii": 'E||grad f||^2 under sigma: "1.2 x 10^-7" (<= 2) ?'}
+    assert line == plain.get(encoding, "E||grad f||² under sigma: “1.2 × 10^-7” (<= 2) ?")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_output_onto_a_full_disk_is_one_sentence():
+    with open("/dev/full", "wb") as full:
+        done = piped(stdout=full)
+    assert done.returncode == 1
+    assert done.stderr.decode().strip() == "sgdol: cannot write the output: No space left on device"
+
+
+def test_output_that_nobody_reads_to_its_end_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = piped(stdout=writing)
+    os.close(writing)
+    assert done.stderr == b""
 
 
 CLAIM = Claim("phi", "It is so.", "Section 7", "a check", "a reason", (Part("a [number]", 1.0, "<=", 2.0),))
@@ -208,11 +272,11 @@ def test_claims_are_shown_as_a_table_one_by_one_and_in_markdown(tmp_path, monkey
     assert status == 0
     assert "phi" in out
     assert "a [number]: 1 (≤ 2)" in out
-    assert "1 holds" in out
+    assert "findings: 1 holds" in out
     _, out, _ = call(monkeypatch, capsys, "claims", "--out", tmp_path, "--id", "phi")
     assert all(words in out for words in ("It is so.", "Section 7", "a check", "a reason", "a [number]: 1 (≤ 2)"))
     _, out, _ = call(monkeypatch, capsys, "claims", "--out", tmp_path, "--markdown")
     assert out.startswith("| verdict |")
     status, _, err = call(monkeypatch, capsys, "claims", "--out", tmp_path, "--id", "nonsense")
-    assert status == 1
+    assert status == 2
     assert "there is no claim 'nonsense': the ids are phi" in err

@@ -4,14 +4,11 @@ import importlib.metadata
 import subprocess
 import sys
 import textwrap
-import tomllib
-from pathlib import Path
 
 import pytest
 
 import sgdol
 
-PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 CORE = ("surrogate", "learners", "theory", "reference")
 
 WITHOUT_FRAMEWORKS = """
@@ -58,15 +55,28 @@ def test_the_core_works_where_neither_torch_nor_jax_is_installed():
     assert run(program, frameworks=False) == "True"
 
 
-def test_the_optimizer_without_torch_says_what_is_missing():
-    program = """
-    import sgdol
+@pytest.mark.parametrize(
+    ("statement", "who", "missing"),
+    [
+        ("from sgdol import SGDOL", "torch", "torch"),
+        ("from sgdol import SGDOLFree", "torch", "torch"),
+        ("import sgdol; sgdol.SGDOL", "torch", "torch"),
+        ("import sgdol.torch", "torch", "torch"),
+        ("from sgdol import torch", "torch", "torch"),
+        ("import sgdol.jax", "jax", "jax"),
+        ("from sgdol.jax import sgdol", "jax", "jax"),
+        ("from sgdol import jax", "jax", "jax"),
+    ],
+)
+def test_a_front_end_without_its_framework_says_what_to_install(statement, who, missing):
+    program = f"""
     try:
-        sgdol.SGDOL
+        {statement}
     except ModuleNotFoundError as error:
-        print(error.name)
+        print(error.name, error)
     """
-    assert run(program, frameworks=False) == "torch"
+    sentence = f"sgdol.{who} needs {missing}, which is not installed: pip install 'sgdol[{who}]'"
+    assert run(program, frameworks=False) == f"{missing} {sentence}"
 
 
 def test_the_optimizer_is_imported_when_it_is_first_used():
@@ -109,7 +119,3 @@ def test_asking_for_a_front_end_that_is_not_there_does_not_raise(name):
 
 def test_the_version_is_that_of_the_distribution():
     assert sgdol.__version__ == importlib.metadata.version("sgdol")
-
-
-def test_the_version_is_that_of_pyproject():
-    assert sgdol.__version__ == tomllib.loads(PYPROJECT.read_text())["project"]["version"]

@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgdol import reference, theory
-from sgdol.learners import FTRL, LARGEST_MULTIPLIER, Floored, Learner, OnlineGradientDescent, OptimisticFTRL
+from sgdol.learners import (
+    FTRL,
+    LARGEST_MULTIPLIER,
+    Floored,
+    Learner,
+    MeasuredCurvature,
+    OnlineGradientDescent,
+    OptimisticFTRL,
+    uses_hindsight,
+)
 
 EPS = np.finfo(np.float64).eps
 
@@ -24,6 +33,8 @@ LEARNERS = [
     (Floored(floor=0.5), 1.0),
     (OnlineGradientDescent(), 1.0),
     (OnlineGradientDescent(start=0.0), 0.0),
+    (MeasuredCurvature(), 1.0),
+    (MeasuredCurvature(tolerance=0.3, charge=1.0), 1.0),
 ]
 every_learner = pytest.mark.parametrize("learner", [row[0] for row in LEARNERS], ids=repr)
 every_learner_and_its_start = pytest.mark.parametrize(("learner", "start"), LEARNERS, ids=repr)
@@ -36,12 +47,13 @@ runs = st.lists(st.tuples(signals, lengths), max_size=8)
 
 
 def play(learner: Learner, losses, alpha: Any, zero: Any = 0.0) -> list:
-    """The predictions before each loss and after the last."""
+    """The predictions before each loss and after the last; hindsight, where it is wanted, is half of n."""
     state = learner.initial(zero)
     played = []
     for u, n in losses:
         played.append(learner.predict(state, alpha))
-        state = learner.observe(state, played[-1], u, n, alpha)
+        told = {"last": n / 2 if len(played) > 1 else 0 * n} if uses_hindsight(learner) else {}
+        state = learner.observe(state, played[-1], u, n, alpha, **told)
     return [*played, learner.predict(state, alpha)]
 
 
@@ -79,7 +91,7 @@ def test_the_losses_of_these_tests_reach_both_bounds(learner):
     """Else the parity tests below would not notice a missing clip."""
     played = play(learner, random_losses(60, seed=0), alpha=0.1)
     assert min(played) in {getattr(learner, "floor", 0.0) / t**0.5 for t in range(1, 62)}
-    assert max(played) == LARGEST_MULTIPLIER
+    assert max(played) == (1.0 if uses_hindsight(learner) else LARGEST_MULTIPLIER)
 
 
 @every_learner_and_its_start
@@ -396,7 +408,8 @@ def driven(learner: Any, granularity: str, steps: int):
     x = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
     opt = SGDOL([x], lr=0.5, learner=learner, granularity=granularity)
     for t in range(steps):
-        for g in ([1.0, 1.0], [3.0, -1.0]):  # the mean is (2, 0), and it doubles with every step
+        # The mean is (2, 0), and it doubles with every step: its product with the last direction is half of n.
+        for g in ([1.0, 1.0], [3.0, -1.0]):
             (2**t * x @ torch.tensor(g, dtype=torch.float64) / 2).backward()
         opt.step()
         opt.zero_grad()
@@ -457,3 +470,53 @@ def test_the_state_of_a_learner_of_ones_own_can_be_loaded_again():
     _, opt = driven(Halving(), "global", steps=2)
     _, new = driven(Halving(), "global", steps=0)
     new.load_state_dict(opt.state_dict())
+
+
+# Measured curvature ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("charge", [0.5, 2.0])
+@pytest.mark.parametrize("tolerance", [0.25, 0.6, 2.0])
+def test_measured_curvature_is_the_references_multiplier(tolerance, charge):
+    learner, rng = MeasuredCurvature(tolerance, charge), np.random.default_rng(5)
+    us, vs, played, state = [], [], [], learner.initial(0.0)
+    for t in range(40):
+        s = learner.predict(state, 2.0)
+        expected = reference.measured_multiplier(us, vs, played, alpha=2.0, tolerance=tolerance, charge=charge)
+        assert s == pytest.approx(expected, rel=1e-13, abs=1e-15)
+        u, v = float(rng.normal(0.5)), float(rng.normal())
+        state = learner.observe(state, s, u, 1.0, 2.0, last=v if t else 0.0)
+        us.append(u)
+        played.append(s)
+        if t:
+            vs.append(v)
+
+
+def on_a_quadratic(rate: float, steps: int = 300) -> tuple[float, float]:
+    """Where x and s end on f = c x^2/2 without noise, with c lr = rate, from x = 1."""
+    learner, x = MeasuredCurvature(), 1.0
+    state, last, s = learner.initial(0.0), 0.0, 1.0
+    for _ in range(steps):
+        s = learner.predict(state, 1.0)
+        g = x
+        state = learner.observe(state, s, g * g, g * g, 1.0, last=g * last)
+        x, last = x - rate * s * g, g
+    return x, s
+
+
+@pytest.mark.parametrize("rate", [0.1, 1.0, 1.6])
+def test_measured_curvature_leaves_a_step_that_converges_as_it_is(rate):
+    """h = rate u: up to rate 1/tau the multiplier is 1."""
+    assert on_a_quadratic(rate)[1] == 1.0
+
+
+@pytest.mark.parametrize("rate", [2.5, 5.0, 20.0])
+def test_measured_curvature_makes_a_step_that_is_too_long_converge(rate):
+    x, s = on_a_quadratic(rate)
+    assert abs(x) < 1e-6
+    assert s * rate < 2
+
+
+def test_hindsight_is_asked_for_by_an_attribute():
+    assert uses_hindsight(MeasuredCurvature())
+    assert not uses_hindsight(FTRL())

@@ -1,5 +1,6 @@
 """The figure shows the history's numbers, and errors say what a history is."""
 
+import base64
 import math
 import subprocess
 import sys
@@ -157,7 +158,7 @@ def test_matplotlibs_global_state_is_left_alone():
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r"sgdol\.plot needs .*pip install 'sgdol\[plot\]'"):
         sgdol.plot(HISTORY)
 
@@ -188,3 +189,17 @@ def test_wrong_axes_are_refused():
         sgdol.plot(HISTORY, axes=Figure().subplots(1, 2))
     with pytest.raises(ValueError, match="give axes or figure, not both"):
         sgdol.plot(HISTORY, axes=Figure().subplots(2, 2), figure=Figure())
+
+
+def test_a_notebook_shows_the_figure_as_it_is():
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    cell = nbformat.v4.new_code_cell(
+        "import sgdol\nsgdol.plot([{'step': t, 'step_size': 1 / t, 'skipped': 0} for t in range(1, 9)])"
+    )
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    # No fixed limit that a loaded machine exceeds: starting a kernel is all that takes time.
+    nbclient.NotebookClient(notebook, timeout=None, startup_timeout=600).execute()
+    pictures = [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == 1
+    assert base64.b64decode(pictures[0]).startswith(b"\x89PNG")

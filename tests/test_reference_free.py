@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sgdol.free import Rule, Settings, next_probe
+from sgdol import free
 from sgdol.reference_free import sgdol_free
 
 
@@ -28,11 +28,24 @@ def test_the_first_two_steps_by_hand():
 
 
 def test_probes_settle_where_the_gradient_changes_by_an_eighth():
-    assert next_probe(1.0, 1 / 8) is None
-    assert next_probe(1.0, 1 / 64) == 8.0
-    assert next_probe(1.0, 4.0) == 1 / 32
-    assert next_probe(1.0, 0.0) == 64.0
-    assert next_probe(1.0, np.inf) == next_probe(1.0, 1e9) == 1 / 64
+    start = free.Bracket(1.0)
+    assert free.next_probe(start, 1 / 8).told
+    assert free.next_probe(start, 1 / 8).curvature == 1 / 8
+    assert free.next_probe(start, 1 / 64).length == 8.0
+    assert free.next_probe(start, 4.0).length == 1 / 32
+    assert free.next_probe(start, 0.0).length == 64.0
+    assert free.next_probe(start, np.inf).length == free.next_probe(start, 1e9).length == 1 / 64
+    assert free.next_probe(start, np.nan).length == 1 / 64
+
+
+def test_a_search_never_believes_a_probe_that_was_too_long():
+    """A gradient that is flat up to 1 and a wall from there: no probe tells, and M is that of the longest short one."""
+    bracket = free.Bracket(1 / 8)
+    while not bracket.told and bracket.count < 8:
+        bracket = free.next_probe(bracket, 0.0 if bracket.length < 1 else 1e9)
+    assert not bracket.told
+    assert 0.9 < bracket.short < 1 <= bracket.long < 1.1
+    assert bracket.curvature == 1 / 32 / bracket.short
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
@@ -80,9 +93,34 @@ def test_a_point_that_is_not_finite_is_left():
     assert np.isfinite(run.iterates).all()
 
 
-def test_the_rule_never_sees_the_gradients_that_it_scales():
-    rule = Rule(updates=3, alpha=1.0, smoothness=2.0, longest=100.0, signal=1.0, noise=1.0)
-    eta = rule.choose_step_size(1.0, 0.0, Settings())
-    rule.observe(u=-5.0, n=50.0)
-    assert eta == rule.step_size
-    assert rule.choose_step_size(1.0, 0.0, Settings()) < eta
+def test_the_step_never_sees_the_gradients_that_it_scales():
+    state = free.State(updates=3, first_norm=1.0, smoothness=2.0, longest=100.0, signal=1.0, noise=1.0)
+    chosen = free.choose_step(state, 1.0)
+    noisy = free.observe(chosen, norm=7.0, squares=8.0, k=2)
+    assert noisy.step_size == chosen.step_size
+    assert free.choose_step(noisy, 1.0).step_size < chosen.step_size
+
+
+@pytest.mark.parametrize(("metric", "left"), [("rms", 1e-6), ("euclidean", 1.2)])
+def test_a_metric_is_worth_having_where_the_axes_differ(metric, left):
+    """Condition 10^4 along the axes, without noise: D learns the scales; Euclid's norm does not, and 1.18 are left."""
+    curvatures = np.logspace(0, 4, 5)
+
+    def oracle(t, x):
+        return float(curvatures @ x**2 / 2), np.array([curvatures * x] * 2)
+
+    run = sgdol_free(oracle, np.ones(5), 300, metric=metric)
+    assert oracle(0, run.averages[-1])[0] < left
+    assert metric == "rms" or oracle(0, run.averages[-1])[0] > 1
+
+
+def test_a_tensor_that_has_had_no_gradient_so_far_does_not_stop_the_others():
+    """A product of two factors, one of them 0 at first: it has no gradient of its own scale to be divided by."""
+
+    def oracle(t, x):
+        a, b = x[:2], x[2:]
+        residual = a @ b - 1
+        return float(residual**2 / 2), np.array([np.concatenate([residual * b, residual * a])] * 2)
+
+    run = sgdol_free(oracle, [1.0, -0.5, 0.0, 0.0], 100, tensors=[2, 2])
+    assert oracle(0, run.averages[-1])[0] < 1e-6

@@ -23,8 +23,9 @@ or as a method that ``run`` trains, counting evaluations where gradients are mad
     run(problem, method, seed=1)                        # optimizer.step(closure) may call closure() again
 
 Modules, in the order in which data flows: ``data`` (what packages ship) -> ``objectives`` and ``networks`` (functions)
--> ``problems`` (the suite) and ``methods`` (the contenders) -> ``training`` (one run) -> ``harness`` (tuning, seeds,
-cache) -> ``tables`` and ``figure``. ``python -m benchmarks.quality --help`` runs all of it.
+-> ``kinds`` (one module per kind of problem) -> ``problem`` and ``problems`` (the suite) and ``methods`` (the
+contenders) -> ``training`` (one run) -> ``digest`` and ``harness`` (tuning, seeds, cache) -> ``tables``, ``page`` and
+``figure``. ``python -m benchmarks.quality --help`` runs all of it.
 """
 
 from benchmarks.quality.methods import Contender, Method, contenders

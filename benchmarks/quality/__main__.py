@@ -7,7 +7,7 @@
   python -m benchmarks.quality list                                  # the problems and the methods
 
 An interrupted `measure` continues where it was: every run is kept in --cache until its problem, its method, their code
-or their versions change.
+or their versions change. So do the saved tables: lines of which nothing has changed are not run again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from benchmarks.quality import figure, harness, methods, problems, tables
+from benchmarks.quality import figure, harness, methods, page, problems, tables
 from benchmarks.quality.harness import Settings
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -33,10 +33,18 @@ def main(arguments: list[str] | None = None) -> None:
     measure = commands.add_parser("measure", help="run what is missing, save it, and write the tables")
     measure.add_argument("--half", choices=[*problems.HALVES, "both"], required=True, help="of the problems")
     measure.add_argument("--jobs", type=int, default=1, help="processes, of one thread each (default 1)")
-    measure.add_argument("--smoke", action="store_true", help="one seed, one learning rate, a twentieth of the budgets")
+    measure.add_argument(
+        "--smoke",
+        action="store_true",
+        help="one problem of each kind, one seed, one learning rate, a twentieth of the budgets",
+    )
     measure.add_argument("--cache", type=Path, default=RESULTS / ".quality", help="folder of the single runs")
     measure.add_argument("--problem", action="append", help="only this one; may be repeated; prints, saves nothing")
     measure.add_argument("--method", action="append", help="only this one; may be repeated; prints, saves nothing")
+    measure.add_argument(
+        "--without-package", action="append", default=[], help="keep the saved lines of its optimizers as they are"
+    )
+    measure.add_argument("--fresh", action="store_true", help="use no saved line, only --cache")
     tabulate = commands.add_parser("tables", help="write the tables and the plot from the saved runs")
     for command in (measure, tabulate):
         command.add_argument(
@@ -55,13 +63,24 @@ def main(arguments: list[str] | None = None) -> None:
 def _measure(chosen: argparse.Namespace) -> None:
     settings = SMOKE if chosen.smoke else Settings()
     out: Path = chosen.out or (Path("results") / "quality-smoke" if chosen.smoke else RESULTS)
-    contenders = [c for c in methods.contenders() if not chosen.method or c.method.name in chosen.method]
-    missing = {c.method.name for c in contenders} ^ set(chosen.method or [c.method.name for c in contenders])
+    everyone = methods.contenders()
+    contenders = [
+        c
+        for c in everyone
+        if c.method.package not in chosen.without_package and c.method.name in (chosen.method or [c.method.name])
+    ]
+    missing = set(chosen.method or []) - {c.method.name for c in contenders}
     if missing:
         raise SystemExit(f"--method: not known or not installed: {', '.join(sorted(missing))}; see `list`")
     for half in problems.HALVES if chosen.half == "both" else (chosen.half,):
-        suite = [p for p in problems.suite() if p.half == half and p.name in (chosen.problem or [p.name])]
-        lines = harness.measure_all(suite, contenders, chosen.cache, settings, chosen.jobs)
+        whole = [p for p in problems.suite() if p.half == half]
+        if chosen.smoke and not chosen.problem:  # one of each kind
+            whole = list({p.kind: p for p in reversed(whole)}.values())[::-1]
+        suite = [p for p in whole if p.name in (chosen.problem or [p.name])]
+        path = out / f"quality-runs-{half}.csv"
+        saved = tables.read_runs(path) if path.exists() else []
+        usable = [] if chosen.fresh or chosen.smoke else saved
+        lines = harness.measure_all(suite, contenders, chosen.cache, settings, chosen.jobs, usable)
         if chosen.problem or chosen.method:
             for line in lines:
                 rate = "" if line.learning_rate is None else f" lr {line.learning_rate:g}"
@@ -69,9 +88,11 @@ def _measure(chosen: argparse.Namespace) -> None:
                 failed = " diverged" if line.diverged else ""
                 print(f"{line.problem}: {line.contender}{rate} seed {line.seed}: gap {line.gap:.3g}{accuracy}{failed}")
             continue
-        tables.write_runs(out / f"quality-runs-{half}.csv", lines)
+        left = {c.label for c in everyone} - {c.label for c in contenders}
+        lines += [line for line in saved if line.contender in left]
+        tables.write_runs(path, harness.in_order(lines, whole, [c.label for c in everyone]))
         command = f"python -m benchmarks.quality measure --half {half}" + (" --smoke" if chosen.smoke else "")
-        about = tables.about(settings, command)
+        about = page.about(settings, command)
         (out / f"quality-about-{half}.json").write_text(json.dumps(about, indent=1) + "\n")
     if not (chosen.problem or chosen.method):
         _write(out)
@@ -82,11 +103,14 @@ def _write(out: Path) -> None:
     lines = [line for path in saved if path.exists() for line in tables.read_runs(path)]
     if not lines:
         raise SystemExit(f"no saved runs in {out}: run `python -m benchmarks.quality measure --half development` first")
-    text = tables.markdown(lines, tables.read_information(out))
+    text = page.markdown(lines, page.read_information(out))
     (out / "quality.md").write_text(text)
-    halves = [half for half in problems.HALVES if any(line.half == half for line in lines)]
-    tables.write_summary(out / "quality.csv", [row for half in halves for row in tables.summarise(lines, half)])
-    figure.draw(lines, [out / "quality-profile.png", out / "quality-profile.svg"])
+    whole = {half: tables.complete(lines, half)[0] for half in problems.HALVES}
+    rows = [row for half, mine in whole.items() if mine for row in tables.summarise(mine, half)]
+    tables.write_summary(out / "quality.csv", rows)
+    figure.draw(
+        [line for mine in whole.values() for line in mine], [out / f"quality-profile.{e}" for e in ("png", "svg")]
+    )
     print(text)
     shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
     print(f"written to {shlex.quote(str(shown))}", file=sys.stderr)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["PARTS", "Samples", "adult", "breast_cancer", "digits", "mnist", "text"]
+__all__ = ["PARTS", "Samples", "adult", "breast_cancer", "digits", "mnist", "part_of", "text"]
 
 PARTS = ("even", "odd")
 
@@ -29,7 +29,8 @@ class Samples(NamedTuple):
     test_targets: Tensor
 
 
-def _part(inputs: np.ndarray, targets: np.ndarray, part: str, dtype: torch.dtype) -> Samples:
+def part_of(inputs: np.ndarray, targets: np.ndarray, part: str, dtype: torch.dtype) -> Samples:
+    """The even or the odd rows of shuffled data, every fifth of them kept for accuracy."""
     if part not in PARTS:
         raise ValueError(f"part must be one of {PARTS}, got {part!r}")
     # The data sets come sorted by class: a fixed shuffle first, so that even and odd rows have all of them.
@@ -47,7 +48,7 @@ def adult(part: str, dtype: torch.dtype = torch.float64) -> Samples:
     from sgdol.paper.data import balanced_adult
 
     data = balanced_adult()
-    return _part(data.features, data.labels, part, dtype)
+    return part_of(data.features, data.labels, part, dtype)
 
 
 @functools.cache
@@ -57,7 +58,7 @@ def breast_cancer(part: str, dtype: torch.dtype = torch.float64) -> Samples:
 
     x, y = load_breast_cancer(return_X_y=True)
     x = (x - x.mean(axis=0)) / x.std(axis=0)
-    return _part(np.column_stack([x, np.ones(len(y))]), 2.0 * y - 1.0, part, dtype)
+    return part_of(np.column_stack([x, np.ones(len(y))]), 2.0 * y - 1.0, part, dtype)
 
 
 @functools.cache
@@ -66,7 +67,7 @@ def digits(part: str, dtype: torch.dtype = torch.float32) -> Samples:
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
-    return _part(x / 16.0, y, part, dtype)
+    return part_of(x / 16.0, y, part, dtype)
 
 
 @functools.cache
@@ -78,7 +79,7 @@ def mnist(part: str, dtype: torch.dtype = torch.float32, size: int = 28) -> Samp
     x = table[:, :784] / 255.0
     if size != 28:
         x = x.reshape(-1, size, 28 // size, size, 28 // size).mean(axis=(2, 4)).reshape(len(x), -1)
-    return _part(x, table[:, 784], part, dtype)
+    return part_of(x, table[:, 784], part, dtype)
 
 
 @functools.cache

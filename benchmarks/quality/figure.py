@@ -8,32 +8,37 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality.harness import Line
+from benchmarks.quality.methods import OURS, OURS_FREE
 from benchmarks.quality.problems import HALVES
-from benchmarks.quality.tables import OURS, OURS_FREE, TUNED, geometric_mean, ratios
+from benchmarks.quality.tables import geometric_mean, ratios
 
-__all__ = ["draw", "profile"]
+__all__ = ["LEFT", "RIGHT", "draw", "profile"]
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, with different dashes as well.
-DEFAULTS: dict[str, tuple[str, Any]] = {
+Style = tuple[str, Any]
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; a method keeps its colour, its variants differ in
+# their dashes. At most eight lines a panel, or nobody can follow one.
+_DASHED, _DOTTED = (0, (4, 1.4)), (0, (1.2, 1.2))
+LEFT: dict[str, Style] = {
     OURS_FREE: ("#D55E00", "-"),
     "Prodigy": ("#0072B2", "-"),
-    "Prodigy, cosine": ("#0072B2", (0, (1.2, 1.2))),
-    "DoG + averaging": ("#009E73", (0, (5, 1.5))),
+    "Prodigy, cosine": ("#0072B2", _DOTTED),
+    "DoG + averaging": ("#009E73", "-"),
+    "Mechanic AdamW": ("#CC79A7", "-"),
     "D-Adaptation Adam": ("#56B4E9", "-"),
-    "Mechanic AdamW": ("#CC79A7", (0, (4, 1, 1, 1))),
-    "Schedule-Free AdamW, lr 0.0025": ("#000000", (0, (2, 2))),
-    "Adam, lr 1e-3": ("#E69F00", (0, (6, 2, 1, 2))),
+    "Schedule-Free AdamW, lr 0.0025": ("#000000", "-"),
+    "AdamW, lr 1e-3": ("#E69F00", "-"),
 }
-TUNED_LINES: dict[str, tuple[str, Any]] = {
-    OURS: ("#D55E00", "-"),
-    "SGD + momentum + averaging": ("#0072B2", "-"),
-    "SGD + momentum, cosine": ("#56B4E9", (0, (1.2, 1.2))),
-    "Adam": ("#E69F00", (0, (6, 2, 1, 2))),
-    "AdamW, cosine": ("#009E73", (0, (5, 1.5))),
-    "Schedule-Free AdamW": ("#000000", (0, (2, 2))),
-    "SGDOL": ("#CC79A7", (0, (4, 1, 1, 1))),
+RIGHT: dict[str, Style] = {
+    OURS: ("#D55E00", _DASHED),
+    OURS_FREE: ("#D55E00", "-"),
+    "SGD + momentum + averaging": ("#8C6D31", "-"),
+    "Adam + averaging": ("#E69F00", _DASHED),
+    "AdamW, cosine": ("#E69F00", _DOTTED),
+    "Schedule-Free AdamW": ("#000000", "-"),
 }
-OTHERS = "#D0D0D0"
+UNTUNED = {OURS_FREE}
+"""On the right for comparison, although it has no learning rate to tune."""
 FROM, TO = 0.5, 1e4
 
 
@@ -54,66 +59,59 @@ def draw(lines: Sequence[Line], paths: Sequence[Path]) -> None:
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "sgdol"  # the same file each time
     import matplotlib.pyplot as plt
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     halves = [half for half in HALVES if any(line.half == half for line in lines)]
+    layout = ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1, hspace=0.04)
     figure, axes = plt.subplots(
-        len(halves), 2, figsize=(11, 1.4 + 3.6 * len(halves)), squeeze=False, sharex=True, layout="constrained"
+        len(halves), 2, figsize=(11, 1.6 + 3.7 * len(halves)), squeeze=False, layout=layout, sharey=True
     )
     for row, half in zip(axes, halves, strict=True):
-        mine = [line for line in lines if line.half == half]
-        table = ratios(mine)
-        group_of = {line.contender: line.group for line in mine}
-        for axis, tuned in zip(row, (False, True), strict=True):
-            chosen = {c: r for c, r in table.items() if (group_of[c] == TUNED) == tuned}
-            _panel(axis, chosen, TUNED_LINES if tuned else DEFAULTS)
+        table = ratios([line for line in lines if line.half == half])
+        problems = len({line.problem for line in lines if line.half == half})
+        for axis, chosen, what in zip(row, (LEFT, RIGHT), ("as they come", "learning rate tuned"), strict=True):
+            _panel(axis, table, chosen)
             axis.set_title(
-                f"{half[0].upper()}{half[1:]} half, {'learning rate tuned per problem' if tuned else 'as they come'}",
-                fontsize=11,
-                loc="left",
+                f"{half[0].upper()}{half[1:]} half, {problems} problems: {what}", fontsize=11, loc="left", pad=12
             )
         row[0].set_ylabel("share of problems")
-    for axis, highlighted in zip(axes[-1], (DEFAULTS, TUNED_LINES), strict=True):
+    for axis, chosen in zip(axes[-1], (LEFT, RIGHT), strict=True):
         axis.set_xlabel("loss gap over that of the best tuned method, at most")
-        _legend(axis, [*highlighted, "others"])
+        _legend(axis, chosen)
     for path in paths:
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
     plt.close(figure)
 
 
-def _legend(axis: Any, labels: list[str]) -> None:
+def _legend(axis: Any, chosen: dict[str, Style]) -> None:
     """Below the column, since the lines need the whole panel."""
     handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    shown = [label for label in labels if label in handles]
+    shown = [label for label in chosen if label in handles]
+    notes = dict.fromkeys(UNTUNED, " (not tuned)") if chosen is RIGHT else {}
     axis.legend(
         [handles[label] for label in shown],
-        [label.replace(" (direction, kappa 1)", "") for label in shown],
+        [label + notes.get(label, "") for label in shown],
         fontsize=8.5,
         loc="upper center",
-        bbox_to_anchor=(0.5, -0.16),
-        ncols=2,
+        bbox_to_anchor=(0.5, -0.17),
+        ncols=2 if max(map(len, shown), default=0) < 40 else 1,
         frameon=False,
         handlelength=3,
     )
 
 
-def _panel(axis: Any, table: dict[str, dict[str, dict[int, float]]], highlighted: dict[str, tuple[str, Any]]) -> None:
-    grey_labelled = False
-    for contender in sorted(table, key=lambda c: c in highlighted):
-        values = [geometric_mean(seeds.values()) for seeds in table[contender].values()]
-        x, y = profile(values)
+def _panel(axis: Any, table: dict[str, dict[str, dict[int, float]]], chosen: dict[str, Style]) -> None:
+    for contender, (colour, dashes) in reversed(chosen.items()):  # the first on top
+        if contender not in table:
+            continue
+        x, y = profile([geometric_mean(seeds.values()) for seeds in table[contender].values()])
         x, y = [FROM / 10, *x, TO * 10], [0.0, *y, 1.0]
-        if contender in highlighted:
-            colour, dashes = highlighted[contender]
-            width = 2.8 if contender in (OURS, OURS_FREE) else 1.7
-            axis.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=width, label=contender)
-        else:
-            label = None if grey_labelled else "others"
-            grey_labelled = True
-            axis.step(x, y, where="post", color=OTHERS, linewidth=0.9, label=label, zorder=1)
+        width = 2.6 if contender in (OURS, OURS_FREE) else 1.6
+        axis.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=width, label=contender)
+        assert all(math.isfinite(v) for v in x)
     axis.set_xscale("log")
     axis.set_xlim(FROM, TO)
     axis.set_ylim(0, 1.02)
     axis.axvline(1, color="#909090", linewidth=0.7, zorder=0)
     axis.set_xticks([1, 10, 100, 1000, 10000], ["1", "10", "100", "1,000", "10,000"])
     axis.spines[["top", "right"]].set_visible(False)
-    assert all(math.isfinite(v) for r in table.values() for seeds in r.values() for v in seeds.values())

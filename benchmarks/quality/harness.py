@@ -7,18 +7,16 @@ are the runs with the tuned learning rate on the other seeds. A method without a
 run on those seeds alone.
 
 Every run is kept in a file of its own, written whole or not at all, named after everything that makes its numbers: the
-problem, the method and its version, the learning rate, the seed, the budget, the code of the suite, and what the
-optimizers of this package do in a few short runs. So an interrupted table continues where it was, and what has changed
-is run again.
+problem and its code, the method and its version, the learning rate, the seed, the budget, the code of the training
+loop, and what the optimizers of this package do in a few short runs. So an interrupted table continues where it was,
+and what has changed is run again. The lines of the saved tables carry the digest of the same things, so a table also
+grows by a problem or a method without running the others, and without their files.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
 import hashlib
 import importlib
-import inspect
 import itertools
 import json
 import math
@@ -34,7 +32,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.quality import data, methods, networks, objectives, problems, training
+from benchmarks.quality import digest as digests
+from benchmarks.quality import methods, problems, training
 from benchmarks.quality.methods import Contender, Method
 from benchmarks.quality.problems import Problem
 from benchmarks.quality.training import Outcome, Result
@@ -79,10 +78,48 @@ class Line:
     seed: int
     gap: float
     start: float
+    constant: float
+    """The gap of the best constant predictor."""
     accuracy: float | None
+    validation: float | None
     diverged: bool
     evaluations: int
     steps: int
+    digest: str
+    """Of what made it; a saved line with another one is run again."""
+
+
+def _makes(problem: Problem, method: Method, budget: int) -> dict[str, Any]:
+    """What makes the numbers of a method on a problem, but for the seed and the learning rate."""
+    return {
+        "problem": problem.specification(),
+        "problem code": digests.problem_code(problem),
+        "training code": digests.training_code(),
+        "method": method.specification(),
+        "budget": budget,
+        "torch": torch.__version__,
+        "behaviour": _behaviour(method),
+    }
+
+
+def digest(problem: Problem, contender: Contender, settings: Settings) -> str:
+    """What makes the lines of a contender on a problem, the tuning of its learning rate included."""
+    method = contender.method.on(problem.kind)
+    tuning = {
+        "code": digests.code((tune, _score)),
+        "units": digests.units_code(),
+        "grid": settings.grid,
+        "extensions": settings.extensions,
+        "seed": settings.tuning_seed,
+    }
+    return digests.of(
+        {
+            **_makes(problem, method, settings.budget(problem)),
+            "point": contender.point,
+            "default": method.default,
+            "tuning": tuning if contender.tuned else None,
+        }
+    )
 
 
 # The cache ------------------------------------------------------------------------------------------------------------
@@ -108,18 +145,9 @@ class Cache:
 
     def path(self, problem: Problem, method: Method, seed: int, rate: float | None, budget: int) -> Path:
         """The file of a run."""
-        key = {
-            "problem": problem.specification(),
-            "method": method.specification(),
-            "rate": None if rate is None else rate.hex(),
-            "seed": seed,
-            "budget": budget,
-            "torch": torch.__version__,
-            "code": _code_of_the_suite(),
-            "behaviour": _behaviour(method),
-        }
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        return self.folder / method.name / f"{problem.name.replace(' ', '_').replace('*', 'x')}-{digest[:20]}.json"
+        key = {**_makes(problem, method, budget), "rate": None if rate is None else rate.hex(), "seed": seed}
+        name = problem.name.replace(" ", "_").replace("*", "x")
+        return self.folder / method.name / f"{name}-{digests.of(key)}.json"
 
     @staticmethod
     def _write(path: Path, text: str) -> None:
@@ -128,24 +156,6 @@ class Cache:
         with os.fdopen(handle, "w") as file:
             file.write(text)
         os.replace(name, path)
-
-
-def _hash(modules: Iterable[Any]) -> str:
-    """Of the modules' code without comments and docstrings, which change no number."""
-    digest = hashlib.sha256()
-    for module in modules:
-        tree = ast.parse(inspect.getsource(module))
-        for node in ast.walk(tree):
-            body = getattr(node, "body", None)
-            if isinstance(body, list):
-                body[:] = [n for n in body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
-        digest.update(ast.dump(tree).encode())
-    return digest.hexdigest()
-
-
-@functools.cache
-def _code_of_the_suite() -> str:
-    return _hash([data, networks, objectives, training])
 
 
 def _behaviour(method: Method) -> str:
@@ -171,11 +181,11 @@ def _probe(method: Method) -> str:
     for name, k in _PROBES:
         problem = problems.get(name)
         rate = None if method.rate is None else _rate(getattr(problem.scales, method.rate), k)
-        result = training.run(problem, method, seed=9, rate=rate, budget=40)
+        result = training.run(problem, method, seed=9, rate=rate, budget=120)
         for outcome in result.outcomes.values():
             digest.update(f"{outcome.gap:.9e} {result.evaluations} {result.steps}".encode())
     if method.optimizer == "sgdol:SGDOLFree":
-        digest.update(_hash([importlib.import_module("sgdol.free")]).encode())
+        digest.update(digests.source(importlib.import_module("sgdol.free")).encode())
     return digest.hexdigest()
 
 
@@ -211,7 +221,7 @@ def _rate(unit: float, k: int) -> float:
 def measure(problem: Problem, contender: Contender, cache: Cache, settings: Settings) -> list[Line]:
     """The reported runs of a contender on a problem: one for each seed."""
     method, point, budget = contender.method.on(problem.kind), contender.point, settings.budget(problem)
-    rate, edge = method.default, False
+    rate, edge, made_by = method.default, False, digest(problem, contender, settings)
     if contender.tuned:
         assert method.rate is not None, f"{method.name} has no learning rate to tune"
 
@@ -237,10 +247,13 @@ def measure(problem: Problem, contender: Contender, cache: Cache, settings: Sett
                 seed=seed,
                 gap=outcome.gap,
                 start=result.start,
+                constant=result.constant,
                 accuracy=outcome.accuracy,
+                validation=outcome.validation,
                 diverged=outcome.diverged,
                 evaluations=result.evaluations,
                 steps=result.steps,
+                digest=made_by,
             )
         )
     return lines
@@ -257,25 +270,52 @@ def _measure_method(name: str, labels: Sequence[str], method: str, folder: Path,
     return [line for contender in chosen for line in measure(problem, contender, cache, settings)]
 
 
+def still_good(saved: Iterable[Line], problem: Problem, contender: Contender, settings: Settings) -> list[Line]:
+    """The saved lines of a contender on a problem if nothing that makes them has changed; otherwise none."""
+    mine = [line for line in saved if (line.problem, line.contender) == (problem.name, contender.label)]
+    if sorted(line.seed for line in mine) != sorted(settings.seeds):
+        return []
+    expected = digest(problem, contender, settings)
+    return mine if all(line.digest == expected for line in mine) else []
+
+
 def measure_all(
     suite: Sequence[Problem],
     chosen: Sequence[Contender],
     folder: Path,
     settings: Settings,
     jobs: int = 1,
+    saved: Sequence[Line] = (),
     report: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
 ) -> list[Line]:
-    """The reported runs of all contenders on all problems, in the order of both, whatever ran first."""
-    labels = [c.label for c in chosen]
-    names = list(dict.fromkeys(c.method.name for c in chosen))
-    tasks = [(p.name, labels, m, folder, settings) for p, m in itertools.product(suite, names)]
+    """The reported runs of all contenders on all problems, in the order of both, whatever ran first.
+
+    Those of ``saved`` that are still good are not run again.
+    """
     lines: list[Line] = []
+    missing: dict[tuple[str, str], list[str]] = {}
+    known: dict[str, list[Line]] = {}
+    for line in saved:
+        known.setdefault(line.problem, []).append(line)
+    for problem, contender in itertools.product(suite, chosen):
+        kept = still_good(known.get(problem.name, []), problem, contender, settings)
+        lines += kept
+        if not kept:
+            missing.setdefault((problem.name, contender.method.name), []).append(contender.label)
+    tasks = [(problem, wanted, method, folder, settings) for (problem, method), wanted in missing.items()]
+    report(f"{len(lines)} saved runs are still good; {len(tasks)} methods are to be run on a problem")
     for done, (task, found) in enumerate(_results(tasks, jobs), start=1):
         lines += found
         gaps = [line.gap for line in found]
         report(f"{done}/{len(tasks)} {task[0]}: {task[2]}, gaps {min(gaps):.2g} to {max(gaps):.2g}")
-    place = {p.name: i for i, p in enumerate(suite)}
-    return sorted(lines, key=lambda r: (place[r.problem], labels.index(r.contender), r.seed))
+    return in_order(lines, suite, [c.label for c in chosen])
+
+
+def in_order(lines: Iterable[Line], suite: Sequence[Problem], labels: Sequence[str]) -> list[Line]:
+    """As the problems and the contenders stand; what is of neither is left out."""
+    place, rank = ({name: i for i, name in enumerate(names)} for names in ([p.name for p in suite], labels))
+    known = [line for line in lines if line.problem in place and line.contender in rank]
+    return sorted(known, key=lambda r: (place[r.problem], rank[r.contender], r.seed))
 
 
 def _results(tasks: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[tuple[tuple[Any, ...], list[Line]]]:

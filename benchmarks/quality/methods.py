@@ -2,14 +2,17 @@
 
 A :class:`Method` is a way to train; one training gives a result at the last iterate and, where an average is kept, at
 the average. A :class:`Contender` is a line of the table: a method, the point at which it says to evaluate, and whether
-its learning rate is tuned per problem or is the documented default.
+its learning rate is tuned per problem or is the documented default. To add one is a line in ``METHODS`` and one in
+``contenders``; then only it is run.
 
-No method uses weight decay: what is measured is how well the objective is minimised. Mechanic and COCOB are their
-authors' own packages. Where authors recommend something else than their defaults, that is a line of its own.
+What is measured is how well the objective is minimised, so no method uses weight decay, but for AdamW as it comes.
+Mechanic and COCOB are their authors' own packages. Where authors recommend something else than their defaults, that is
+a line of its own.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -20,7 +23,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["AVERAGING_POWER", "Contender", "Method", "available", "contenders", "get"]
+__all__ = ["AVERAGING_POWER", "OURS", "OURS_FREE", "Contender", "Method", "available", "contenders", "get"]
 
 AVERAGING_POWER = 8.0
 """a of the polynomial average xavg += min(1, (a+1)/(t+a)) (x - xavg): every method's, and DoG's own default."""
@@ -86,15 +89,24 @@ class Method:
             "name": self.name,
             "optimizer": self.optimizer,
             "options": repr(sorted(self.options.items())),
-            "version": importlib.metadata.version(self.package),
+            "version": _version(self.package),
             "parts": self.parts,
             "schedule": self.schedule,
             "averaging": self.averaging,
         }
 
 
+@functools.cache
+def _version(package: str) -> str:
+    return importlib.metadata.version(package)
+
+
 SGDOL_MOMENTUM = (("direction", 1), ("direction", 10), ("gradient", 1))
 """Statistics and kappa of SGDOL with momentum: the default, and each changed alone."""
+
+OURS_FREE = "SGDOL without M"
+OURS = "SGDOL + momentum + averaging (direction, kappa 1)"
+"""Labels of the contenders that the verdicts and the figure are about: without a learning rate, and with it tuned."""
 
 _A = AVERAGING_POWER
 _OURS: dict[str, Any] = {"optimizer": "sgdol:SGDOL", "package": "sgdol", "rate": "gradient", "parts": 2}
@@ -104,6 +116,7 @@ METHODS: tuple[Method, ...] = (
     Method("sgd", "torch.optim:SGD", {"momentum": 0.9}, rate="gradient", averaging="harness"),
     Method("sgd-cosine", "torch.optim:SGD", {"momentum": 0.9}, rate="gradient", schedule="cosine"),
     Method("adam", "torch.optim:Adam", rate="step", default=1e-3, averaging="harness"),
+    Method("adamw", "torch.optim:AdamW", rate="step", default=1e-3),
     Method("adamw-cosine", "torch.optim:AdamW", {"weight_decay": 0.0}, rate="step", default=1e-3, schedule="cosine"),
     Method(
         "schedulefree-sgd",
@@ -214,6 +227,7 @@ def contenders() -> list[Contender]:
     lines += [
         Contender("Adam, lr 1e-3", get("adam"), "last"),
         Contender("Adam + averaging, lr 1e-3", get("adam"), "average"),
+        Contender("AdamW, lr 1e-3", get("adamw")),
         Contender("AdamW, cosine, lr 1e-3", get("adamw-cosine")),
         Contender("Schedule-Free SGD, lr 1", get("schedulefree-sgd")),
         Contender("Schedule-Free AdamW, lr 0.0025", get("schedulefree-adamw")),
@@ -228,6 +242,6 @@ def contenders() -> list[Contender]:
         Contender("Mechanic SGD + momentum", get("mechanic-sgd-momentum")),
         Contender("Mechanic AdamW", get("mechanic-adamw")),
         Contender("COCOB", get("cocob")),
-        Contender("SGDOL without M", get("sgdol-free"), "average"),
+        Contender(OURS_FREE, get("sgdol-free"), "average"),
     ]
     return [c for c in lines if available(c.method)]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["CNN", "MLP", "ResNet", "Transformer"]
+__all__ = ["CNN", "MLP", "ResNet", "Transformer", "TransformerLayer"]
 
 
 class MLP(nn.Sequential):
@@ -61,7 +61,9 @@ class ResNet(nn.Sequential):
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels[-1], classes))
 
 
-class _Layer(nn.Module):
+class TransformerLayer(nn.Module):
+    """Attention and two linear layers, each with normalisation before and a connection around it."""
+
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
@@ -88,7 +90,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(tokens, width)
         self.position = nn.Parameter(0.02 * torch.randn(length, width))
-        self.layers = nn.ModuleList(_Layer(width, heads, dropout) for _ in range(layers))
+        self.layers = nn.ModuleList(TransformerLayer(width, heads, dropout) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens)
         self.register_buffer("mask", torch.full((length, length), -math.inf).triu(1), persistent=False)
 

@@ -8,6 +8,7 @@ same xi at the same step, and a step can be evaluated again at another point on 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "Adult",
     "Classifier",
     "Evaluation",
+    "Finite",
     "LeastSquares",
     "Logistic",
     "MatrixFactorisation",
@@ -27,7 +29,7 @@ __all__ = [
     "Quadratic",
     "Rescaled",
     "Rosenbrock",
-    "minimum",
+    "Supervised",
 ]
 
 
@@ -38,6 +40,8 @@ class Evaluation(NamedTuple):
     """f: on all training data."""
     accuracy: float | None = None
     """On the samples that were kept for it, for classifiers."""
+    validation: float | None = None
+    """The loss on the samples that were kept for it, where nothing is classified."""
 
 
 class Objective(nn.Module):
@@ -45,6 +49,8 @@ class Objective(nn.Module):
 
     optimum: float = 0.0
     """f* where it is known, 0 for networks: the gap of a network is its training loss."""
+    constant: float | None = None
+    """The loss of the best constant predictor: who is not below it has learned nothing. None: nothing is predicted."""
 
     def draw(self, generator: torch.Generator, steps: int) -> Tensor:
         """The randomness of ``steps`` stochastic losses, along the first axis."""
@@ -125,7 +131,7 @@ class Quadratic(_Noisy):
 # Minibatches of data --------------------------------------------------------------------------------------------------
 
 
-class _Finite(Objective):
+class Finite(Objective):
     """f(x) = mean of f_i(x) over the rows of a data set; xi is the numbers of a minibatch, without replacement."""
 
     def __init__(self, rows: int, batch: int) -> None:
@@ -144,13 +150,13 @@ class _Finite(Objective):
         return torch.cat(epochs)[:steps]
 
     def part(self, row: Tensor, part: int, parts: int) -> Tensor:
-        return row if parts == 1 else row.view(parts, -1)[part]
+        return row if parts == 1 else row.reshape(parts, -1, *row.shape[1:])[part]
 
     def full(self) -> Tensor:
         return self(self.everything)
 
 
-class LeastSquares(_Finite):
+class LeastSquares(Finite):
     r"""mean_i (a_i . (x - x*))^2 / 2: multiplicative noise, which vanishes at x*; f* = 0.
 
     The a_i are Gaussian with covariance diag(1/condition, ..., 1), or that in a rotated basis.
@@ -174,7 +180,7 @@ class LeastSquares(_Finite):
         return residual.dot(residual) / (2 * len(rows))
 
 
-class MatrixFactorisation(_Finite):
+class MatrixFactorisation(Finite):
     r"""mean over the entries of (A - U V^T)^2 / 2, from small random factors.
 
     A has ``rank`` planted singular directions, whose sizes fall from 1 to ``smallest``, and noise, so that no factors
@@ -193,6 +199,7 @@ class MatrixFactorisation(_Finite):
         matrix = (randn(n, rank) * sizes) @ randn(m, rank).T + noise * randn(n, m)
         self.optimum = float((torch.linalg.svdvals(matrix)[rank:] ** 2).sum() / (2 * n * m))
         self.entries = matrix.flatten()
+        self.constant = float(self.entries.var(correction=0) / 2)
         self.columns = m
         generator = torch.Generator().manual_seed(seed)
         self.u = nn.Parameter(0.3 * randn(n, rank))
@@ -207,13 +214,18 @@ class MatrixFactorisation(_Finite):
         return residual.dot(residual) / (2 * len(residual))
 
 
-class _Linear(_Finite):
+class _Linear(Finite):
     """A linear classifier of two classes, from zero."""
 
     def __init__(self, samples: Samples, batch: int) -> None:
         super().__init__(len(samples.targets), batch)
         self.samples = samples
+        self.constant = float(self._of_constants(torch.linspace(-8, 8, 1601, dtype=samples.targets.dtype)).min())
         self.x = nn.Parameter(torch.zeros(samples.inputs.shape[1], dtype=samples.inputs.dtype))
+
+    def _of_constants(self, values: Tensor) -> Tensor:
+        """The loss of every one of ``values`` as the prediction for all samples."""
+        raise NotImplementedError
 
     def evaluate(self) -> Evaluation:
         with torch.no_grad():
@@ -223,6 +235,10 @@ class _Linear(_Finite):
 
 class Adult(_Linear):
     r"""The paper's loss phi(a . x - y), phi(r) = r^2 / (1 + r^2): not convex."""
+
+    def _of_constants(self, values: Tensor) -> Tensor:
+        share = (self.samples.targets > 0).double().mean()
+        return share * (1 - 1 / (1 + (values - 1) ** 2)) + (1 - share) * (1 - 1 / (1 + (values + 1) ** 2))
 
     def forward(self, rows: Tensor) -> Tensor:
         residual = self.samples.inputs[rows] @ self.x - self.samples.targets[rows]
@@ -236,21 +252,31 @@ class Logistic(_Linear):
         super().__init__(samples, batch)
         self.ridge = ridge
 
+    def _of_constants(self, values: Tensor) -> Tensor:
+        share = (self.samples.targets > 0).double().mean()
+        return share * F.softplus(-values) + (1 - share) * F.softplus(values)
+
     def forward(self, rows: Tensor) -> Tensor:
         margin = (self.samples.inputs[rows] @ self.x) * self.samples.targets[rows]
         return F.softplus(-margin).mean() + self.ridge / 2 * self.x.dot(self.x)
 
 
-class Classifier(_Finite):
+class Classifier(Finite):
     """Cross-entropy of a network, or with ``ridge`` of softmax regression; tokens are classified one by one."""
 
     def __init__(self, network: nn.Module, samples: Samples, batch: int, ridge: float = 0.0) -> None:
         super().__init__(len(samples.targets), batch)
         self.network, self.samples, self.ridge = network, samples, ridge
+        share = samples.targets.flatten().bincount() / samples.targets.numel()
+        self.constant = float(torch.special.entr(share).sum())
         self.norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Of the classes."""
+        return self.network(inputs)
+
     def forward(self, rows: Tensor) -> Tensor:
-        logits = self.network(self.samples.inputs[rows])
+        logits = self.logits(self.samples.inputs[rows])
         loss = F.cross_entropy(logits.flatten(0, -2), self.samples.targets[rows].flatten())
         if self.ridge:
             loss = loss + self.ridge / 2 * sum(p.square().sum() for p in self.network.parameters())
@@ -263,8 +289,7 @@ class Classifier(_Finite):
                 self._estimate_statistics()
             self.eval()
             loss = float(self.full())
-            logits = self.network(self.samples.test_inputs)
-            right = logits.argmax(-1) == self.samples.test_targets
+            right = self.logits(self.samples.test_inputs).argmax(-1) == self.samples.test_targets
             self.train()
             return Evaluation(loss, float(right.double().mean()))
 
@@ -279,6 +304,29 @@ class Classifier(_Finite):
             m.momentum = momentum
 
 
+class Supervised(Finite):
+    """The mean of a criterion over samples, of a network's outputs and their targets."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        samples: Samples,
+        batch: int,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        constant: float | None = None,
+    ) -> None:
+        super().__init__(len(samples.targets), batch)
+        self.network, self.samples, self.criterion, self.constant = network, samples, criterion, constant
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.criterion(self.network(self.samples.inputs[rows]), self.samples.targets[rows])
+
+    def evaluate(self) -> Evaluation:
+        with torch.no_grad():
+            kept = self.criterion(self.network(self.samples.test_inputs), self.samples.test_targets)
+            return Evaluation(float(self.full()), validation=float(kept))
+
+
 # Rescaling ------------------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +338,8 @@ class Rescaled(Objective):
 
     def __init__(self, objective: Objective, loss: float = 1.0, parameters: float = 1.0) -> None:
         super().__init__()
-        self.loss_factor, self.factor, self.optimum = loss, parameters, objective.optimum
+        self.loss_factor, self.factor = loss, parameters
+        self.optimum, self.constant = objective.optimum, objective.constant
         self._inner = [objective]  # in a list: its parameters are then no parameters of this module
         self.names = [name for name, _ in objective.named_parameters()]
         if parameters == 1:
@@ -344,25 +393,3 @@ class _Full(nn.Module):
 
     def forward(self) -> Tensor:
         return self.of.full()
-
-
-def minimum(objective: Objective, iterations: int = 2000) -> float:
-    """The least value that L-BFGS in float64 finds from where the objective starts; its parameters are changed."""
-    optimizer = torch.optim.LBFGS(
-        objective.parameters(),
-        max_iter=iterations,
-        max_eval=2 * iterations,
-        history_size=50,
-        tolerance_grad=1e-9,
-        tolerance_change=0.0,
-        line_search_fn="strong_wolfe",
-    )
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = objective.full()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    return float(objective.full().detach())

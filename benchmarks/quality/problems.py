@@ -16,224 +16,26 @@ fixed before any method was measured on them.
 from __future__ import annotations
 
 import functools
-import inspect
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from benchmarks.quality import data, networks, objectives
-from benchmarks.quality.objectives import Evaluation, Objective
+from benchmarks.quality import data
+from benchmarks.quality.kinds import (
+    adapters,
+    classic,
+    embeddings,
+    generative,
+    graphs,
+    images,
+    linear,
+    physics,
+    policies,
+    sequences,
+)
+from benchmarks.quality.objectives import Objective
+from benchmarks.quality.problem import HALVES, KINDS, Half, Instance, Problem, Scales
 
 __all__ = ["HALVES", "KINDS", "Half", "Instance", "Problem", "Scales", "development", "get", "held_out", "suite"]
-
-Half = Literal["development", "held-out"]
-HALVES: tuple[Half, ...] = ("development", "held-out")
-KINDS = ("rosenbrock", "quadratic", "adult", "regression", "factorisation", "mlp", "cnn", "resnet", "transformer")
-NETWORKS = ("mlp", "cnn", "resnet", "transformer")
-
-FLOOR = 1e-6
-"""A gap below this share of the starting gap counts as this share: the problem is solved."""
-
-
-@dataclass(frozen=True)
-class Scales:
-    """Natural units of a problem, measured once: at its first point (seed 0), on all data, with exact derivatives.
-
-    Learning-rate grids are powers of ten times these units, themselves rounded to powers of ten, so that a problem in
-    other units has the same grid in its own units.
-    """
-
-    gradient: float
-    """1/M_0, with M_0 = ||H g|| / ||g||: the unit of the learning rate of SGD and of SGDOL's lr = 1/M."""
-    step: float
-    """||g|| / (M_0 sqrt(d)), the size per coordinate of that gradient step: the unit of Adam's learning rate."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One line of the suite."""
-
-    name: str
-    kind: str
-    half: Half
-    budget: int
-    """In gradient evaluations: one is a pass over one whole batch, in one part or in several."""
-    build: Callable[..., Objective] = field(repr=False)
-    options: dict[str, Any] = field(default_factory=dict)
-    optimum: float | None = None
-    """f*, where the objective does not know it: what L-BFGS finds (``objectives.minimum``)."""
-    loss_scale: float = 1.0
-    parameter_scale: float = 1.0
-
-    @property
-    def network(self) -> bool:
-        """Whether it is a network: its gap is its training loss, and its held-out accuracy is reported."""
-        return self.kind in NETWORKS
-
-    def make(self, seed: int, steps: int | None = None) -> Instance:
-        """The problem with one seed's first point, order of the data and noise; ``steps`` limits what is drawn."""
-        if seed < 0:
-            raise ValueError(f"seed must be at least 0, got {seed}")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1000 + seed)  # initial weights
-            objective = self.build(seed=seed, **self.options)
-        if self.optimum is not None:
-            objective.optimum = self.optimum
-        if (self.loss_scale, self.parameter_scale) != (1.0, 1.0):
-            objective = objectives.Rescaled(objective, self.loss_scale, self.parameter_scale)
-        generator = torch.Generator().manual_seed(2000 + seed)
-        return Instance(self, objective, objective.draw(generator, self.budget if steps is None else steps))
-
-    @functools.cached_property
-    def scales(self) -> Scales:
-        """The units of its learning rates."""
-        objective = self.make(seed=0, steps=1).objective
-        objective.eval() if not self._normalised(objective) else objective.train()
-        params = list(objective.parameters())
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            grads = torch.autograd.grad(objective.full(), params, create_graph=True)
-            along = [g.detach() for g in grads]
-            products = torch.autograd.grad(grads, params, along)
-        size = math.sqrt(sum(float(g.square().sum()) for g in along))
-        curvature = math.sqrt(sum(float(h.square().sum()) for h in products)) / size
-        dimension = sum(p.numel() for p in params)
-        return Scales(_decade(1 / curvature), _decade(size / curvature / math.sqrt(dimension)))
-
-    @staticmethod
-    def _normalised(objective: Objective) -> bool:
-        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in objective.modules())
-
-    def specification(self) -> dict[str, Any]:
-        """What makes its numbers, for the cache: everything but the code of the objectives."""
-        return {
-            "name": self.name,
-            "budget": self.budget,
-            "build": inspect.getsource(self.build),
-            "options": repr(sorted(self.options.items())),
-            "loss_scale": self.loss_scale,
-            "parameter_scale": self.parameter_scale,
-            **({} if self.optimum is None else {"optimum": self.optimum}),
-        }
-
-
-class Instance:
-    """A problem with a seed: parameters to move, and the stochastic losses of its steps."""
-
-    def __init__(self, problem: Problem, objective: Objective, drawn: Tensor) -> None:
-        self.problem, self.objective, self.drawn = problem, objective, drawn
-        objective.train()
-
-    @property
-    def steps(self) -> int:
-        """How many steps have been drawn."""
-        return len(self.drawn)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """What the optimizer gets."""
-        return self.objective.parameters()
-
-    def loss(self, step: int, part: int = 0, parts: int = 1) -> Tensor:
-        """F(x, xi) at the present x on the batch of ``step``, or on one of its ``parts`` halves (their mean is F)."""
-        return self.objective(self.objective.part(self.drawn[step], part, parts))
-
-    def gap(self, evaluation: Evaluation) -> float:
-        """Loss over the optimum in the units of the problem that is not rescaled; the training loss of a network."""
-        return evaluation.loss - self.objective.optimum
-
-
-def _decade(value: float) -> float:
-    return 10.0 ** round(math.log10(value))
-
-
-# What the problems are made of ----------------------------------------------------------------------------------------
-
-
-def _rosenbrock(seed: int, **options: Any) -> Objective:
-    return objectives.Rosenbrock(**options)
-
-
-def _quadratic(seed: int, **options: Any) -> Objective:
-    return objectives.Quadratic(**options)
-
-
-def _least_squares(seed: int, **options: Any) -> Objective:
-    return objectives.LeastSquares(**options)
-
-
-def _factorisation(seed: int, **options: Any) -> Objective:
-    return objectives.MatrixFactorisation(seed=seed, **options)
-
-
-def _adult(seed: int, part: str, batch: int) -> Objective:
-    return objectives.Adult(data.adult(part), batch)
-
-
-def _breast_cancer(seed: int, part: str, batch: int, ridge: float) -> Objective:
-    return objectives.Logistic(data.breast_cancer(part), batch, ridge)
-
-
-def _large_digits(seed: int, part: str, batch: int, ridge: float) -> Objective:
-    """Logistic regression: is the digit at least 5?"""
-    samples = data.digits(part, torch.float64)
-    x, y, tx, ty = samples
-    ones = (torch.ones(len(x), 1, dtype=x.dtype), torch.ones(len(tx), 1, dtype=x.dtype))
-    two = data.Samples(
-        torch.hstack([x, ones[0]]), 2.0 * (y > 4).double() - 1, torch.hstack([tx, ones[1]]), 2.0 * (ty > 4).double() - 1
-    )
-    return objectives.Logistic(two, batch, ridge)
-
-
-def _softmax(seed: int, source: str, part: str, batch: int, ridge: float) -> Objective:
-    samples = getattr(data, source)(part, torch.float64)
-    network = nn.Linear(samples.inputs.shape[1], 10, dtype=torch.float64)
-    nn.init.zeros_(network.weight)
-    nn.init.zeros_(network.bias)
-    return objectives.Classifier(network, samples, batch, ridge)
-
-
-def _mlp(
-    seed: int,
-    source: str,
-    part: str,
-    batch: int,
-    hidden: tuple[int, ...],
-    activation: str = "ReLU",
-    dropout: float = 0.0,
-) -> Objective:
-    samples = getattr(data, source)(part)
-    widths = (samples.inputs.shape[1], *hidden, 10)
-    return objectives.Classifier(networks.MLP(widths, getattr(nn, activation), dropout), samples, batch)
-
-
-def _images(source: str, part: str) -> tuple[data.Samples, int]:
-    return (data.digits(part), 8) if source == "digits" else (data.mnist(part, size=14), 14)
-
-
-def _cnn(seed: int, source: str, part: str, batch: int, channels: tuple[int, ...]) -> Objective:
-    samples, size = _images(source, part)
-    return objectives.Classifier(networks.CNN(size, channels), samples, batch)
-
-
-def _resnet(
-    seed: int, source: str, part: str, batch: int, channels: tuple[int, ...], stem_stride: int = 1
-) -> Objective:
-    samples, size = _images(source, part)
-    return objectives.Classifier(networks.ResNet(size, channels, stem_stride), samples, batch)
-
-
-def _transformer(
-    seed: int, part: str, batch: int, length: int, layers: int, width: int = 32, heads: int = 2, dropout: float = 0.0
-) -> Objective:
-    samples = data.text(part, length)
-    tokens = 1 + int(max(samples.inputs.max(), samples.targets.max(), samples.test_targets.max()))
-    network = networks.Transformer(tokens, length, width, heads, layers, dropout)
-    return objectives.Classifier(network, samples, batch)
-
 
 _ADULT_BEST = {"even": 0.1908166916, "odd": 0.1868565603}
 """The least adult loss that is known: of L-BFGS from zero and from the ends of eight long runs of Adam. The loss is not
@@ -262,23 +64,31 @@ def _problems() -> list[Problem]:
             Problem(f"{name} {suffix}", p.kind, p.half, p.budget, p.build, p.options, p.optimum, loss, parameters)
         )
 
-    add("rosenbrock-2d", "rosenbrock", dev, 1000, _rosenbrock, dimension=2, sigma=0.2)
-    add("rosenbrock-10d", "rosenbrock", dev, 1000, _rosenbrock, dimension=10, sigma=1.0)
+    add("rosenbrock-2d", "rosenbrock", dev, 1000, classic.rosenbrock, dimension=2, sigma=0.2)
+    add("rosenbrock-10d", "rosenbrock", dev, 1000, classic.rosenbrock, dimension=10, sigma=1.0)
     add(
-        "quadratic-additive-1e2", "quadratic", dev, 600, _quadratic, dimension=50, condition=1e2, sigma=0.3, data_seed=1
+        "quadratic-additive-1e2",
+        "quadratic",
+        dev,
+        600,
+        classic.quadratic,
+        dimension=50,
+        condition=1e2,
+        sigma=0.3,
+        data_seed=1,
     )
     add(
-        "quadratic-multiplicative-1e4", "quadratic", dev, 600, _least_squares,
+        "quadratic-multiplicative-1e4", "quadratic", dev, 600, classic.least_squares,
         dimension=60, condition=1e4, batch=8, rotated=False, data_seed=2,
     )  # fmt: skip
-    add("adult-20", "adult", dev, 600, _adult, part=even, batch=20, optimum=_BELOW_ADULT[even])
-    add("adult-200", "adult", dev, 600, _adult, part=even, batch=200, optimum=_BELOW_ADULT[even])
+    add("adult-20", "adult", dev, 600, classic.adult, part=even, batch=20, optimum=_BELOW_ADULT[even])
+    add("adult-200", "adult", dev, 600, classic.adult, part=even, batch=200, optimum=_BELOW_ADULT[even])
     add(
         "logistic-cancer",
         "regression",
         dev,
         600,
-        _breast_cancer,
+        classic.breast_cancer,
         part=even,
         batch=16,
         ridge=1e-3,
@@ -289,7 +99,7 @@ def _problems() -> list[Problem]:
         "regression",
         dev,
         600,
-        _softmax,
+        classic.softmax,
         source="digits",
         part=even,
         batch=32,
@@ -297,47 +107,110 @@ def _problems() -> list[Problem]:
         optimum=0.073332394419138,
     )
     add(
-        "factorisation-60x40", "factorisation", dev, 800, _factorisation,
+        "factorisation-60x40", "factorisation", dev, 800, classic.factorisation,
         shape=(60, 40), rank=5, smallest=0.5, noise=0.2, batch=64,
     )  # fmt: skip
-    add("mlp-digits", "mlp", dev, 500, _mlp, source="digits", part=even, batch=32, hidden=(64,))
+    add("mlp-digits", "mlp", dev, 500, classic.mlp, source="digits", part=even, batch=32, hidden=(64,))
     add(
-        "mlp-mnist-dropout", "mlp", dev, 500, _mlp,
+        "mlp-mnist-dropout", "mlp", dev, 500, classic.mlp,
         source="mnist", part=even, batch=64, hidden=(32, 32), activation="Tanh", dropout=0.1,
     )  # fmt: skip
-    add("cnn-digits", "cnn", dev, 300, _cnn, source="digits", part=even, batch=32, channels=(8, 16))
-    add("resnet-digits", "resnet", dev, 200, _resnet, source="digits", part=even, batch=32, channels=(8, 16))
-    add("transformer-even", "transformer", dev, 250, _transformer, part=even, batch=16, length=32, layers=1)
+    add("cnn-digits", "cnn", dev, 300, classic.cnn, source="digits", part=even, batch=32, channels=(8, 16))
+    add("resnet-digits", "resnet", dev, 200, classic.resnet, source="digits", part=even, batch=32, channels=(8, 16))
+    add("transformer-even", "transformer", dev, 250, classic.transformer, part=even, batch=16, length=32, layers=1)
     rescaled("rosenbrock-10d", loss=1e3)
     rescaled("logistic-cancer", parameters=1e-3)
     rescaled("mlp-digits", parameters=1e3)
     rescaled("cnn-digits", loss=1e-3)
 
-    add("rosenbrock-2d-noisy", "rosenbrock", held, 1000, _rosenbrock, dimension=2, sigma=5.0)
-    add("rosenbrock-20d", "rosenbrock", held, 1000, _rosenbrock, dimension=20, sigma=0.3)
+    add("gru-adding", "sequence", dev, 250, sequences.adding, length=10, width=24, batch=32, data_seed=21)
+    add(
+        "lstm-text", "sequence", dev, 200, sequences.text,
+        cell="lstm", part=even, length=16, width=32, batch=16,
+    )  # fmt: skip
+    add(
+        "skip-gram", "embedding", dev, 500, embeddings.skip_gram,
+        part=even, vocabulary=200, window=2, negatives=5, width=16, batch=64, data_seed=22,
+    )  # fmt: skip
+    add(
+        "contrastive-digits", "embedding", dev, 400, embeddings.n_pair,
+        part=even, negatives=6, hidden=(32, 8), temperature=0.2, batch=32, data_seed=23,
+    )  # fmt: skip
+    add(
+        "pinn-poisson", "physics", dev, 400, physics.differential_equation,
+        equation="poisson", hidden=(24, 24), weight=1.0, batch=64,
+    )  # fmt: skip
+    add(
+        "adapters-digits", "adapter", dev, 400, adapters.adapters,
+        source="digits", part=even, hidden=(64, 64), rank=4, change="turned", batch=32,
+    )  # fmt: skip
+    add("vae-digits", "generative", dev, 400, generative.vae, part=even, hidden=48, latent=6, batch=32)
+    add(
+        "mixture-density", "generative", dev, 500, generative.mixture_density,
+        hidden=32, components=3, batch=64, data_seed=24,
+    )  # fmt: skip
+    add(
+        "graph-communities", "graph", dev, 300, graphs.communities,
+        nodes=320, classes=5, features=16, noise=2.0, hidden=16, batch=32, data_seed=25,
+    )  # fmt: skip
+    add(
+        "vit-digits", "transformer", dev, 250, images.vision_transformer,
+        source="digits", part=even, patch=(2, 2), width=24, heads=2, layers=1, batch=32,
+    )  # fmt: skip
+    add(
+        "reinforce-gridworld", "policy", dev, 300, policies.gridworld,
+        side=4, horizon=10, slip=0.1, hidden=24, walks=32,
+    )  # fmt: skip
+    add(
+        "poisson-link", "regression", dev, 600, linear.poisson,
+        features=20, size=1.0, batch=32, data_seed=26, optimum=-4.501916298646854,
+    )  # fmt: skip
+    add(
+        "logistic-cancer-raw", "regression", dev, 600, linear.cancer_raw,
+        part=even, batch=16, ridge=1e-3, optimum=0.0573046549050009,
+    )  # fmt: skip
+    add(
+        "softmax-1000", "regression", dev, 400, linear.many_classes,
+        classes=1000, features=32, noise=1.0, batch=64, data_seed=27,
+    )  # fmt: skip
+    add(
+        "deep-linear", "factorisation", dev, 400, linear.deep_linear,
+        widths=(20, 16, 16, 16, 10), gain=0.5, batch=32, data_seed=28,
+    )  # fmt: skip
+    add(
+        "kernel-parameters", "regression", dev, 300, linear.gaussian_process,
+        features=4, points=16, batch=8, data_seed=29, optimum=1.8397428209819848,
+    )  # fmt: skip
+    add(
+        "mlp-few-and-wrong", "mlp", dev, 500, images.few_and_wrong,
+        part=even, digit=8, wrong=0.1, hidden=(48, 48), batch=32,
+    )  # fmt: skip
+
+    add("rosenbrock-2d-noisy", "rosenbrock", held, 1000, classic.rosenbrock, dimension=2, sigma=5.0)
+    add("rosenbrock-20d", "rosenbrock", held, 1000, classic.rosenbrock, dimension=20, sigma=0.3)
     add(
         "quadratic-additive-1e3",
         "quadratic",
         held,
         600,
-        _quadratic,
+        classic.quadratic,
         dimension=80,
         condition=1e3,
         sigma=0.1,
         data_seed=3,
     )
     add(
-        "quadratic-multiplicative-1e3", "quadratic", held, 600, _least_squares,
+        "quadratic-multiplicative-1e3", "quadratic", held, 600, classic.least_squares,
         dimension=30, condition=1e3, batch=4, rotated=True, data_seed=4,
     )  # fmt: skip
-    add("adult-2", "adult", held, 600, _adult, part=odd, batch=2, optimum=_BELOW_ADULT[odd])
-    add("adult-50", "adult", held, 600, _adult, part=odd, batch=50, optimum=_BELOW_ADULT[odd])
+    add("adult-2", "adult", held, 600, classic.adult, part=odd, batch=2, optimum=_BELOW_ADULT[odd])
+    add("adult-50", "adult", held, 600, classic.adult, part=odd, batch=50, optimum=_BELOW_ADULT[odd])
     add(
         "logistic-digits",
         "regression",
         held,
         600,
-        _large_digits,
+        classic.large_digits,
         part=odd,
         batch=16,
         ridge=1e-3,
@@ -348,7 +221,7 @@ def _problems() -> list[Problem]:
         "regression",
         held,
         600,
-        _softmax,
+        classic.softmax,
         source="mnist",
         part=odd,
         batch=32,
@@ -356,27 +229,78 @@ def _problems() -> list[Problem]:
         optimum=0.186952386440617,
     )
     add(
-        "factorisation-80x30", "factorisation", held, 800, _factorisation,
+        "factorisation-80x30", "factorisation", held, 800, classic.factorisation,
         shape=(80, 30), rank=4, smallest=0.2, noise=0.5, batch=32,
     )  # fmt: skip
-    add("mlp-mnist", "mlp", held, 500, _mlp, source="mnist", part=odd, batch=64, hidden=(64,), activation="GELU")
+    add("mlp-mnist", "mlp", held, 500, classic.mlp, source="mnist", part=odd, batch=64, hidden=(64,), activation="GELU")
     add(
-        "mlp-digits-dropout", "mlp", held, 500, _mlp,
+        "mlp-digits-dropout", "mlp", held, 500, classic.mlp,
         source="digits", part=odd, batch=32, hidden=(48, 48, 48), dropout=0.1,
     )  # fmt: skip
-    add("cnn-mnist", "cnn", held, 300, _cnn, source="mnist", part=odd, batch=32, channels=(8, 16))
+    add("cnn-mnist", "cnn", held, 300, classic.cnn, source="mnist", part=odd, batch=32, channels=(8, 16))
     add(
-        "resnet-mnist", "resnet", held, 200, _resnet,
+        "resnet-mnist", "resnet", held, 200, classic.resnet,
         source="mnist", part=odd, batch=32, channels=(12, 12), stem_stride=2,
     )  # fmt: skip
     add(
-        "transformer-odd", "transformer", held, 200, _transformer,
+        "transformer-odd", "transformer", held, 200, classic.transformer,
         part=odd, batch=16, length=24, layers=2, width=24, heads=3, dropout=0.05,
     )  # fmt: skip
     rescaled("rosenbrock-2d-noisy", parameters=1e3)
     rescaled("quadratic-additive-1e3", loss=1e-3)
     rescaled("mlp-mnist", loss=1e3)
     rescaled("cnn-mnist", parameters=1e-3)
+
+    add(
+        "elman-recall", "sequence", held, 400, sequences.recall,
+        length=16, symbols=6, width=32, batch=32, data_seed=31,
+    )  # fmt: skip
+    add(
+        "neural-ode", "sequence", held, 250, sequences.flow_of_time,
+        width=24, steps=5, duration=2.0, batch=32, data_seed=32,
+    )  # fmt: skip
+    add(
+        "co-occurrence", "embedding", held, 500, embeddings.cooccurrence,
+        part=odd, vocabulary=150, window=3, width=12, batch=128,
+    )  # fmt: skip
+    add(
+        "ranking", "embedding", held, 500, embeddings.ranking,
+        features=20, hidden=(48,), noise=0.2, batch=32, data_seed=33,
+    )  # fmt: skip
+    add(
+        "pinn-heat", "physics", held, 300, physics.differential_equation,
+        equation="heat", hidden=(20, 20), weight=10.0, batch=64,
+    )  # fmt: skip
+    add(
+        "adapters-mnist", "adapter", held, 400, adapters.adapters,
+        source="mnist", part=odd, hidden=(48,), rank=6, change="mirrored", batch=32,
+    )  # fmt: skip
+    add("denoiser-mnist", "generative", held, 200, generative.denoiser, part=odd, channels=6, sigma=0.3, batch=32)
+    add("flow-banana", "generative", held, 400, generative.flow, layers=4, hidden=24, sigma=0.2, batch=64, data_seed=34)
+    add(
+        "autoencoder-tied", "generative", held, 500, generative.autoencoder,
+        source="digits", part=odd, widths=(32, 8), tied=True, batch=32,
+    )  # fmt: skip
+    add("graph-walks", "graph", held, 300, graphs.walks, nodes=10, width=16, rounds=2, batch=32, data_seed=35)
+    add(
+        "vit-mnist", "transformer", held, 200, images.vision_transformer,
+        source="mnist", part=odd, patch=(2, 14), width=24, heads=3, layers=2, batch=32,
+    )  # fmt: skip
+    add("reinforce-bandit", "policy", held, 500, policies.bandit, part=odd, hidden=(48,), batch=64)
+    add(
+        "cox-survival", "regression", held, 600, linear.cox,
+        features=15, group=8, batch=16, data_seed=36, optimum=5.242414045834115,
+    )  # fmt: skip
+    add("mlp-prices-raw", "mlp", held, 500, linear.prices_raw, part=odd, hidden=(32, 32), batch=16)
+    add(
+        "bag-of-words", "regression", held, 600, linear.bag_of_words,
+        part=odd, vocabulary=400, length=10, batch=16, ridge=1e-3, optimum=0.10325724503989381,
+    )  # fmt: skip
+    add(
+        "tensor-factors", "factorisation", held, 600, linear.tensor_factors,
+        shape=(15, 16, 17), rank=3, fitted=5, batch=64, data_seed=37,
+    )  # fmt: skip
+    add("cnn-two-tasks", "cnn", held, 300, images.tasks, part=odd, channels=(8, 16), weight=20.0, batch=32)
     return listed
 
 

@@ -8,29 +8,35 @@ seeds that a contender *with a tuned learning rate* has on p,
 is what the tables summarise: the geometric mean over problems and seeds, with the least and the largest of the seeds'
 own geometric means as its spread, and the worst problem (geometric mean over its seeds). 1 is the best tuned method of
 each problem; a diverged run has the starting gap, which is the most that a run can have.
+
+Beside it stand on how many problems a contender failed (most of its runs are no better than a constant predictor) and
+its mean rank by what is measured on samples that were kept from training: accuracy, or the loss where nothing is
+classified. Ranks are among all contenders of the half, 1 being the best.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 import math
-import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from benchmarks.quality.harness import Line, Settings
-from benchmarks.quality.problems import HALVES, KINDS, NETWORKS, Half
+from benchmarks.quality.harness import Line
+from benchmarks.quality.methods import OURS, OURS_FREE
+from benchmarks.quality.problem import KINDS, NETWORKS, Half
 
-__all__ = ["Summary", "about", "markdown", "ratios", "read_runs", "summarise", "write_runs", "write_summary"]
+__all__ = [
+    "DEFAULT", "FREE", "TUNED", "Summary", "by_kind", "complete", "effects", "factor", "failed", "geometric_mean",
+    "ranks", "ratios", "read_runs", "summarise", "write_runs", "write_summary",
+]  # fmt: skip
 
 TUNED = "learning rate tuned per problem"
 DEFAULT = "learning rate at its documented default"
 FREE = "no learning rate"
-OURS_FREE = "SGDOL without M"
-OURS = "SGDOL + momentum + averaging (direction, kappa 1)"
+LEARNED = 0.99
+"""A run has failed if its gap is not below this share of the gap of a constant predictor."""
 
 
 # Saved runs -----------------------------------------------------------------------------------------------------------
@@ -108,8 +114,12 @@ class Summary:
     high: float
     worst: float
     worst_problem: str
+    failed: int
+    """On how many problems most runs are no better than a constant predictor."""
+    rank: float
+    """The mean rank among all contenders by accuracy or loss on samples kept from training."""
     accuracy: float
-    """Mean over the networks of the accuracy on held-out samples; a diverged run's is a guess, a tenth."""
+    """Mean over the networks that classify of the accuracy on kept samples; a diverged run's is a guess, a tenth."""
     extra: float
     """Gradient evaluations beyond one per step, as a share of the steps."""
     diverged: int
@@ -119,10 +129,50 @@ class Summary:
     problems: int
 
 
+def failed(line: Line) -> bool:
+    """Whether a run is no better than a constant predictor."""
+    return line.diverged or line.gap >= LEARNED * line.constant
+
+
+def ranks(lines: Sequence[Line]) -> dict[str, float]:
+    """Each contender's mean rank over the problems that keep samples for it; equals share their mean rank.
+
+    A contender's value on a problem is the mean over its seeds of the accuracy, or of minus the loss. Who has diverged
+    has none and is last.
+    """
+    values: dict[str, dict[str, list[float]]] = {}
+    for line in lines:
+        value = line.accuracy if line.validation is None else -line.validation
+        if value is None or not math.isfinite(value):
+            value = -math.inf
+        values.setdefault(line.problem, {}).setdefault(line.contender, []).append(value)
+    found: dict[str, list[float]] = {}
+    for by_contender in values.values():
+        means = {c: sum(v) / len(v) for c, v in by_contender.items()}
+        if all(math.isinf(m) for m in means.values()):
+            continue  # nothing is kept from training here
+        for contender, mean in means.items():
+            better, equal = (sum(test(m) for m in means.values()) for test in (mean.__lt__, mean.__eq__))
+            found.setdefault(contender, []).append(better + (equal + 1) / 2)
+    return {c: math.fsum(r) / len(r) for c, r in found.items()}
+
+
+def complete(lines: Sequence[Line], half: Half) -> tuple[list[Line], list[str]]:
+    """The lines of the contenders that were run on every problem of a half, and the names of the others."""
+    lines = [line for line in lines if line.half == half]
+    problems = {line.problem for line in lines}
+    seen: dict[str, set[str]] = {}
+    for line in lines:
+        seen.setdefault(line.contender, set()).add(line.problem)
+    partial = [c for c, mine in seen.items() if mine != problems]
+    return [line for line in lines if line.contender not in partial], partial
+
+
 def summarise(lines: Sequence[Line], half: Half) -> list[Summary]:
     """The main table of a half: within each group the best first."""
     lines = [line for line in lines if line.half == half]
-    table = ratios(lines)
+    table, rank = ratios(lines), ranks(lines)
+    classified = {line.problem for line in lines if line.accuracy is not None and line.kind in NETWORKS}
     rows = []
     for contender, problems in table.items():
         mine = [line for line in lines if line.contender == contender]
@@ -130,7 +180,8 @@ def summarise(lines: Sequence[Line], half: Half) -> list[Summary]:
         per_seed = [geometric_mean(problems[p][s] for p in problems) for s in seeds]
         per_problem = {p: geometric_mean(values.values()) for p, values in problems.items()}
         worst = max(per_problem, key=lambda p: per_problem[p])
-        nets = [0.1 if r.accuracy is None else r.accuracy for r in mine if r.kind in NETWORKS]
+        nets = [0.1 if r.accuracy is None else r.accuracy for r in mine if r.problem in classified]
+        failures = {p: [failed(r) for r in mine if r.problem == p] for p in problems}
         rows.append(
             Summary(
                 half=half,
@@ -141,6 +192,8 @@ def summarise(lines: Sequence[Line], half: Half) -> list[Summary]:
                 high=max(per_seed),
                 worst=per_problem[worst],
                 worst_problem=worst,
+                failed=sum(2 * sum(f) > len(f) for f in failures.values()),
+                rank=rank.get(contender, math.nan),
                 accuracy=math.fsum(nets) / len(nets) if nets else math.nan,
                 extra=_extra([r for r in mine if not r.diverged]),
                 diverged=sum(r.diverged for r in mine),
@@ -165,6 +218,19 @@ def write_summary(path: Path, rows: Iterable[Summary]) -> None:
         writer.writerow([f.name for f in dataclasses.fields(Summary)])
         for row in rows:
             writer.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in dataclasses.astuple(row)])
+
+
+def factor(value: float) -> str:
+    """Two digits, as a reader of ratios wants them.
+
+    >>> [factor(v) for v in (0.034, 0.5, 1.049, 12.3, 340.0, 51234.0)]
+    ['0.034', '0.50', '1.05', '12', '340', '5.1e+04']
+    """
+    if value >= 1e4 or value < 1e-2:
+        return f"{value:.1e}"
+    if value >= 10:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 
 # Effects --------------------------------------------------------------------------------------------------------------
@@ -205,10 +271,10 @@ def effects(lines: Sequence[Line], half: Half) -> list[str]:
             continue
         a, b = table[with_it], table[without]
         change = {p: [a[p][s] / b[p][s] for s in a[p]] for p in a if p in b}
-        cells = [_factor(geometric_mean(v for values in change.values() for v in values))]
+        cells = [factor(geometric_mean(v for values in change.values() for v in values))]
         for kind in present:
             values = [v for p, vs in change.items() if kind_of[p] == kind for v in vs]
-            cells.append(_factor(geometric_mean(values)) if values else "")
+            cells.append(factor(geometric_mean(values)) if values else "")
         rows.append(f"| {label} | {' | '.join(cells)} |")
     return rows
 
@@ -222,170 +288,9 @@ def by_kind(lines: Sequence[Line], half: Half) -> list[str]:
     rows = [f"| | all | {' | '.join(present)} |", "|---|---:" + "|---:" * len(present) + "|"]
     for contender in chosen:
         problems = table[contender]
-        cells = [_factor(geometric_mean(v for values in problems.values() for v in values.values()))]
+        cells = [factor(geometric_mean(v for values in problems.values() for v in values.values()))]
         for kind in present:
             values = [v for p, seeds in problems.items() if kind_of[p] == kind for v in seeds.values()]
-            cells.append(_factor(geometric_mean(values)) if values else "")
+            cells.append(factor(geometric_mean(values)) if values else "")
         rows.append(f"| {contender} | {' | '.join(cells)} |")
     return rows
-
-
-# Text -----------------------------------------------------------------------------------------------------------------
-
-
-def about(settings: Settings, command: str) -> dict[str, Any]:
-    """Machine, versions, seeds and command, to be saved with the runs."""
-    import importlib.metadata
-
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        cpu = next((x.split(":")[1].strip() for x in cpuinfo.read_text().splitlines() if "model name" in x), cpu)
-    packages = (
-        "sgdol", "torch", "numpy", "scikit-learn", "mlxtend", "prodigyopt", "dadaptation", "schedulefree",
-        "dog-optimizer", "mechanic-pytorch", "parameterfree",
-    )  # fmt: skip
-    return {
-        "command": command,
-        "machine": f"{cpu}, {platform.system()}, Python {platform.python_version()}, one thread per run",
-        "versions": {p: importlib.metadata.version(p) for p in packages},
-        "seeds": list(settings.seeds),
-        "tuning_seed": settings.tuning_seed,
-        "grid": list(settings.grid),
-        "extensions": settings.extensions,
-        "shorten": settings.shorten,
-    }
-
-
-def _factor(value: float) -> str:
-    """Two digits, as a reader of ratios wants them.
-
-    >>> [_factor(v) for v in (0.034, 0.5, 1.049, 12.3, 340.0, 51234.0)]
-    ['0.034', '0.50', '1.05', '12', '340', '5.1e+04']
-    """
-    if value >= 1e4 or value < 1e-2:
-        return f"{value:.1e}"
-    if value >= 10:
-        return f"{value:.0f}"
-    return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
-
-
-def _main_table(rows: Sequence[Summary]) -> list[str]:
-    out: list[str] = []
-    for group in (FREE, DEFAULT, TUNED):
-        mine = [r for r in rows if r.group == group]
-        if not mine:
-            continue
-        out += [
-            f"**{group[0].upper()}{group[1:]}**",
-            "",
-            "| | geometric mean | over seeds | worst | on | accuracy | extra gradients | diverged |",
-            "|---|---:|---:|---:|---|---:|---:|---:|",
-        ]
-        for r in mine:
-            name = f"**{r.contender}**" if r.contender.startswith("SGDOL") else r.contender
-            note = f" ({r.at_edge} at an edge)" if r.at_edge else ""
-            out.append(
-                f"| {name}{note} | {_factor(r.geometric_mean)} | {_factor(r.low)} to {_factor(r.high)} | "
-                f"{_factor(r.worst)} | {r.worst_problem} | {r.accuracy:.3f} | {r.extra:.0%} | "
-                f"{r.diverged} of {r.runs} |"
-            )
-        out.append("")
-    return out
-
-
-def verdicts(rows: Sequence[Summary]) -> list[str]:
-    """What the comparison was made to find out, answered from the table."""
-    by_name = {r.contender: r for r in rows}
-    out = []
-    free, ours, adam = by_name.get(OURS_FREE), by_name.get(OURS), by_name.get("Adam")
-    others = [r for r in rows if r.group == FREE and not r.contender.startswith("SGDOL")]
-    peers = [r for r in others if "cosine" not in r.contender]  # a schedule has to be told the horizon
-
-    def say(holds: bool, sentence: str) -> None:
-        out.append(f"- {'Holds' if holds else 'Does not hold'}: {sentence}")
-
-    if free and peers:
-        mean, worst = min(peers, key=lambda r: r.geometric_mean), min(peers, key=lambda r: r.worst)
-        say(
-            free.geometric_mean < mean.geometric_mean,
-            f"SGDOL without M has a better geometric mean ({_factor(free.geometric_mean)}) than every peer without a "
-            f"learning rate or schedule; the best of them is {mean.contender} ({_factor(mean.geometric_mean)}).",
-        )
-        say(
-            free.worst < worst.worst,
-            f"its worst case ({_factor(free.worst)}, {free.worst_problem}) is better than theirs; the best of "
-            f"theirs is {worst.contender}'s ({_factor(worst.worst)}, {worst.worst_problem}).",
-        )
-    for other in others:
-        if free and other not in peers:
-            say(
-                free.geometric_mean < other.geometric_mean,
-                f"it is better than {other.contender} ({_factor(other.geometric_mean)}, worst {_factor(other.worst)}), "
-                "which has to be told the horizon.",
-            )
-    if free and ours:
-        ratio = free.geometric_mean / ours.geometric_mean
-        say(ratio <= 1.5, f"it is within 1.5 times {OURS} with tuned M: {_factor(ratio)} times.")
-    if ours and adam:
-        say(
-            ours.geometric_mean <= adam.geometric_mean,
-            f"{OURS} with tuned M ({_factor(ours.geometric_mean)}) is at least level with tuned Adam "
-            f"({_factor(adam.geometric_mean)}).",
-        )
-    return out
-
-
-_HOW = """\
-Every method gets the same budget of gradient evaluations, the same first point, the same batches in the same order
-and the same noise. A gradient evaluation is one pass over one batch: SGDOL's two half batches are one, a look-back is
-another one. The gap is the final training loss on all data over the optimum (over 0 for networks, and over a little
-below the best known value for the adult loss, which has many local minima); one number is the geometric mean over
-problems and seeds of the gap relative to the best tuned method of each problem, so 1 would be the best tuned method
-everywhere and smaller is better. "Over seeds" is the range of the seeds' own geometric means. A run that ends with a
-loss that is not finite or above its start has diverged, and counts as if it had stayed at its start, which is the
-worst possible; a gap below 1e-6 of the start counts as that. Learning rates are tuned per problem on powers of ten
-around a unit measured at the first point, with one seed, and reported on others; the grid grows where its edge is
-best. Accuracy is the mean over the networks, on samples that are not trained on. Methods are evaluated where they say
-to be: averages, Schedule-Free's eval mode; BatchNorm's statistics are estimated anew at those weights for all. No
-method uses weight decay. Every run, with its learning rate: `quality-runs-*.csv`."""
-
-
-def markdown(lines: Sequence[Line], information: dict[str, dict[str, Any]]) -> str:
-    """The whole page."""
-    out = ["# Quality against peers", "", "Made by `make bench-peers`.", "", _HOW, ""]
-    for half in HALVES:
-        if not any(line.half == half for line in lines):
-            continue
-        rows = summarise(lines, half)
-        what = "used to choose defaults" if half == "development" else "run only to report"
-        out += [f"## The {half} half: {rows[0].problems} problems, {what}", "", *_main_table(rows)]
-        out += [*verdicts(rows), ""]
-        out += [
-            f"### When momentum, averaging and the learned step size are worth it ({half} half)",
-            "",
-            "How the gap changes by adding one thing: below 1 it helps. Learning rates are tuned for each line.",
-            "",
-            *effects(lines, half),
-            "",
-            "The same as gaps relative to the best tuned method of each problem:",
-            "",
-            *by_kind(lines, half),
-            "",
-        ]
-    out += ["## How it was run", ""]
-    for name_of_half, known in information.items():
-        versions = ", ".join(f"{name} {version}" for name, version in known["versions"].items())
-        seeds = ", ".join(map(str, known["seeds"]))
-        grid = f"10^{known['grid'][0]} to 10^{known['grid'][-1]} times the unit"
-        out.append(
-            f"- {name_of_half}: `{known['command']}`; seeds {seeds}; tuned with seed {known['tuning_seed']} on {grid}, "
-            f"and up to {known['extensions']} decades more at an edge. {known['machine']}. {versions}."
-        )
-    return "\n".join(out) + "\n"
-
-
-def read_information(folder: Path) -> dict[str, dict[str, Any]]:
-    """What is known of how the saved runs were made, by half."""
-    paths = {half: folder / f"quality-about-{half}.json" for half in HALVES}
-    return {half: json.loads(path.read_text()) for half, path in paths.items() if path.exists()}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.quality.methods import AVERAGING_POWER, Method
 from benchmarks.quality.objectives import Evaluation
-from benchmarks.quality.problems import FLOOR, Instance, Problem
+from benchmarks.quality.problem import FLOOR, Instance, Problem
 
 __all__ = ["Outcome", "Result", "run"]
 
@@ -27,6 +27,8 @@ class Outcome:
     """Loss over the optimum at the end, between ``FLOOR`` times the starting gap and the starting gap."""
     accuracy: float | None
     """On the samples kept for it, for classifiers."""
+    validation: float | None
+    """The loss on the samples kept for it, where nothing is classified."""
     diverged: bool
     """Whether the loss was not finite or above where it started; then ``gap`` is the starting gap."""
 
@@ -39,6 +41,8 @@ class Result:
     """By point: "last" and, where an average is kept, "average"."""
     start: float
     """The starting gap."""
+    constant: float
+    """The gap of the best constant predictor, at most ``start``: who is not below it has learned nothing."""
     evaluations: int
     """Gradient evaluations, counted where gradients are made."""
     steps: int
@@ -90,7 +94,7 @@ def _run(problem: Problem, method: Method, seed: int, rate: float | None, budget
     for point in method.points:
         with training.at(point):
             outcomes[point] = _outcome(instance, start, failed)
-    return Result(outcomes, start, training.evaluations, training.steps, seconds)
+    return Result(outcomes, start, instance.constant(start), training.evaluations, training.steps, seconds)
 
 
 def _outcome(instance: Instance, start: float, failed: bool) -> Outcome:
@@ -98,7 +102,8 @@ def _outcome(instance: Instance, start: float, failed: bool) -> Outcome:
     evaluation = instance.objective.evaluate() if finite else Evaluation(math.inf)
     gap = instance.gap(evaluation)
     diverged = not gap <= start
-    return Outcome(start if diverged else max(gap, FLOOR * start), evaluation.accuracy, diverged)
+    gap = start if diverged else max(gap, FLOOR * start)
+    return Outcome(gap, evaluation.accuracy, evaluation.validation, diverged)
 
 
 class _Training:

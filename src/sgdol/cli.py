@@ -2,46 +2,58 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import sgdol
 
 EXTRA = "sgdol's command line needs the extra 'paper', and {} is missing: pip install 'sgdol[paper]'"
-INTERRUPTED = 130
-"""The status that shells know for a program that was interrupted."""
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+"""The statuses that shells know: it did not work, it was not called as it should be, it was interrupted."""
 
 try:
     import typer
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    from rich.table import Table
-    from rich.text import Text
+    from typer.core import TyperCommand, TyperGroup
+
+    from sgdol.paper.terminal import Bars, console, make_printable, print_claim, print_claims, status
 except ModuleNotFoundError as error:
     raise SystemExit(EXTRA.format(error.name)) from None
 
-if TYPE_CHECKING:
-    from sgdol.paper.verdict import Claim
-
 __all__ = ["app", "main"]
+
+
+class _ShowsFlags:
+    """Help that shows an option without a value without one: --quick, not --quick <bool>."""
+
+    def get_params(self, context: Any) -> list[Any]:
+        parameters = super().get_params(context)  # type: ignore[misc]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+                parameter.metavar = ""
+        return parameters
+
+
+class _Command(_ShowsFlags, TyperCommand):
+    pass
+
+
+class _Group(_ShowsFlags, TyperGroup):
+    pass
+
 
 app = typer.Typer(
     help="Stochastic gradient descent that learns its own step size: the paper's experiments, figures and claims.",
     epilog="Start with: sgdol reproduce --quick --out results, then open results/report.html.",
+    cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console(highlight=False, markup=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+out, err = console(), console(stderr=True)
 
 
 class Refusal(Exception):
@@ -56,6 +68,21 @@ ResultsOption = Annotated[
 ]
 
 
+def _methods() -> list[str]:
+    from sgdol.paper.methods import METHODS
+
+    return list(METHODS)
+
+
+def _claim_ids(context: typer.Context) -> list[str]:
+    """The ids that the folder's claims.json has, if it has one: a shell that completes a word wants no more."""
+    try:
+        claims = json.loads((Path(context.params.get("out_folder") or "results") / "claims.json").read_bytes())
+        return [claim["id"] for claim in claims]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         out.print(f"sgdol {sgdol.__version__}")
@@ -65,18 +92,20 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop."),
     ] = False,
 ) -> None:
     """Stochastic gradient descent that learns its own step size: the paper's experiments, figures and claims."""
 
 
-@app.command()
+@app.command(cls=_Command)
 def reproduce(
     figure: Annotated[
         list[int] | None,
         typer.Option(
             metavar="1|2|3|4",
+            autocompletion=lambda: ["1", "2", "3", "4"],
             help="Which of the paper's figures; repeat it for several. Default: all four. 1 and 4 are the adult data,"
             " 2 and 3 the Rosenbrock function; one alone is faster.",
         ),
@@ -85,6 +114,7 @@ def reproduce(
         list[str] | None,
         typer.Option(
             metavar="NAME",
+            autocompletion=_methods,
             help="Run only this method with noise, by the paper's name (for instance 'SGDOL Global'); repeat it for"
             " several. Default: all that the figures need. The noiseless runs, which tune the rates, are always made.",
         ),
@@ -134,6 +164,7 @@ def reproduce(
         str,
         typer.Option(
             metavar="coordinate|total",
+            autocompletion=lambda: ["coordinate", "total"],
             help="How the paper's noise level on Rosenbrock is read: sigma as the standard deviation of each"
             " coordinate, or of the whole noise vector. The paper leaves it open.",
         ),
@@ -142,6 +173,7 @@ def reproduce(
         str,
         typer.Option(
             metavar="current|delayed",
+            autocompletion=lambda: ["current", "delayed"],
             help="Whether AdaGrad Global's step size sees the current gradient, as usual, or only those before it,"
             " which makes the step independent of the gradient that it scales.",
         ),
@@ -151,9 +183,11 @@ def reproduce(
 
     Interrupt it whenever you like: the same command continues where it stopped and ends with the same results.
     """
+    from sgdol.paper.configuration import Configuration
+    from sgdol.paper.experiments import iteration_cost
     from sgdol.paper.publish import publish
+    from sgdol.paper.report import duration
     from sgdol.paper.reproduce import reproduce as run
-    from sgdol.paper.results import Configuration
 
     given = {
         "horizon": horizon,
@@ -174,20 +208,21 @@ def reproduce(
     except ValueError as error:
         raise Refusal(str(error)) from error
     start = time.perf_counter()
-    with _Bars() as bars:
+    with Bars(err, iteration_cost, duration) as bars:
         results = run(configuration, out_folder, bars)
-    bars.print_times()
+    for group, seconds in bars.times().items():
+        out.print(f"{group:<28} {duration(seconds) if seconds else 'done before':>12}")
     ran = time.perf_counter()
-    with _status("figures and claims") as step:
+    with status(err, "figures and claims") as step:
         published = publish(results, step)
     done = time.perf_counter()
-    out.print(f"{'figures, claims, report':<28} {_seconds(done - ran):>12}")
-    out.print(f"{'altogether':<28} {_seconds(done - start):>12}\n")
-    _print_claims(published.claims)
+    out.print(f"{'figures, claims, report':<28} {duration(done - ran):>12}")
+    out.print(f"{'altogether':<28} {duration(done - start):>12}\n")
+    print_claims(out, published.claims)
     out.print(f"\n{results.folder}: figures, curves, summary.csv, claims.json\nOpen {published.report.resolve()}")
 
 
-@app.command()
+@app.command(cls=_Command)
 def claims(
     out_folder: ResultsOption = Path("results"),
     show: Annotated[
@@ -195,48 +230,51 @@ def claims(
         typer.Option(
             "--id",
             metavar="ID",
+            autocompletion=_claim_ids,
             help="Show one claim in full: the sentence, every number with its spread, and why the threshold is what"
             " it is. Default: a line for each claim.",
         ),
     ] = None,
     as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table in Markdown, for a README or an issue. Default: plain.")
+        bool,
+        typer.Option("--markdown", help="Print the table in Markdown, for a README or an issue. Default: plain."),
     ] = False,
 ) -> None:
     """Check every claim of the paper on the results again and write claims.json."""
+    from sgdol.paper.files import shown
     from sgdol.paper.publish import publish_claims
     from sgdol.paper.report import markdown
     from sgdol.paper.results import Results
 
     results = Results(out_folder)
-    with _status("claims") as step:
+    with status(err, "claims") as step:
         found = publish_claims(results, step)
     if as_markdown:
         out.print(markdown(found))
         return
     if show is None:
-        _print_claims(found)
+        print_claims(out, found)
         out.print(f"\n{results.folder / 'claims.json'}; sgdol claims --id ID shows one of them in full")
         return
     named = {claim.id: claim for claim in found}
     if show not in named:
-        raise Refusal(f"there is no claim {show!r}: the ids are {', '.join(named)}")
-    _print_claim(named[show])
+        raise Refusal(f"there is no claim {shown(show)}: the ids are {', '.join(named)}")
+    print_claim(out, named[show])
 
 
-@app.command()
+@app.command(cls=_Command)
 def report(out_folder: ResultsOption = Path("results")) -> None:
     """Draw the figures and write report.html again, from the results in a folder."""
     from sgdol.paper.publish import publish
     from sgdol.paper.results import Results
 
-    with _status("report") as step:
+    with status(err, "report") as step:
         published = publish(Results(out_folder), step)
     for path in [*published.figures, published.claims_file, published.report]:
         out.print(str(path))
 
 
-@app.command()
+@app.command(cls=_Command)
 def data(
     export: Annotated[
         tuple[str, Path] | None,
@@ -262,152 +300,67 @@ def data(
         out.print(adult.describe())
 
 
-# --- Printing ---------------------------------------------------------------------------------------------------------
+@app.command(cls=_Command)
+def env() -> None:
+    """Print the versions of everything that matters, for a bug report."""
+    from sgdol.paper.environment import environment
 
-_COLOURS = {"holds": "green", "holds in part": "yellow", "does not hold": "red", "not measured": "dim"}
-
-
-def _print_claims(found: Sequence[Claim]) -> None:
-    from sgdol.paper.report import measurement, tally
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("claim", no_wrap=True)
-    table.add_column("the number that decides", overflow="fold")
-    for claim in found:
-        headline = claim.headline
-        decides = Text(f"{headline.what}: {measurement(headline)}")
-        table.add_row(Text(claim.verdict, style=_COLOURS[claim.verdict]), claim.id, decides)
-    out.print(table, soft_wrap=False)
-    out.print(f"\n{tally(found)}")
-
-
-def _print_claim(claim: Claim) -> None:
-    from sgdol.paper.report import measurement
-
-    out.print(f"“{claim.sentence}”\n{claim.where}\n")
-    out.print(f"{claim.verdict}\n", style=_COLOURS[claim.verdict])
-    for part in claim.parts:
-        mark = {True: "holds", False: "fails", None: "–"}[part.holds]
-        out.print(f"  {mark:<6} {part.what}: {measurement(part)}")
-    for name, text in (("measured", claim.check), ("threshold", claim.reason), ("note", claim.note)):
-        if text:
-            out.print(f"\n{name}: {text}")
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-
-
-@contextmanager
-def _status(what: str) -> Iterator[Any]:
-    """A line that says what is being done, on a terminal; silence elsewhere."""
-    if not err.is_terminal:
-        yield None
-        return
-    with err.status(what) as status:
-        yield lambda step: status.update(f"{what}: {step}")
-
-
-class _Bars:
-    """A bar with the time left for each experiment and noise; without a terminal, a line for each part done."""
-
-    def __init__(self) -> None:
-        self.bars = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description:<28}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            console=err,
-        )
-        self.tasks: dict[str, Any] = {}
-        self.left: dict[str, int] = {}
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.lock = threading.Lock()
-
-    def __enter__(self) -> _Bars:
-        if err.is_terminal:
-            self.bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if err.is_terminal:
-            self.bars.stop()
-
-    @staticmethod
-    def group(part: str) -> str:
-        """The experiment and the noise of a part: its first two words."""
-        return ": ".join(part.split(": ")[:2])
-
-    def plan(self, parts: Mapping[str, int]) -> None:
-        """Make a bar for each group of parts."""
-        totals: dict[str, int] = defaultdict(int)
-        for part, iterations in parts.items():
-            self.left[part] = iterations
-            totals[self.group(part)] += iterations
-        for group, total in totals.items():
-            self.tasks[group] = self.bars.add_task(group, total=total, start=False)
-
-    def advance(self, part: str, iterations: int) -> None:
-        """Move the part's bar."""
-        with self.lock:
-            self.left[part] -= iterations
-        self._move(part, iterations)
-
-    def _move(self, part: str, iterations: int) -> None:
-        task = self.tasks[self.group(part)]
-        self.bars.start_task(task)
-        self.bars.advance(task, iterations)
-
-    def finish(self, part: str, seconds: float) -> None:
-        """Fill what is left of the part, for one that was there already."""
-        with self.lock:
-            self.seconds[self.group(part)] += seconds
-            rest, self.left[part] = self.left[part], 0
-        self._move(part, rest)
-        if not err.is_terminal:
-            err.print(f"{part:<44} {_seconds(seconds) if seconds else 'done before':>12}")
-
-    def print_times(self) -> None:
-        """How long each group took, added over the runs that went side by side."""
-        for group, seconds in self.seconds.items():
-            out.print(f"{group:<28} {_seconds(seconds) if seconds else 'done before':>12}")
+    for name, value in environment().items():
+        out.print(f"{name:<20} {value}")
 
 
 def main() -> None:
     """The entry point: whatever is wrong with the input becomes one sentence and a status that is not 0."""
+    for stream in (sys.stdout, sys.stderr):
+        make_printable(stream)
     try:
-        status = app(prog_name="sgdol", standalone_mode=False)
-        if status == INTERRUPTED:
+        code = app(prog_name="sgdol", standalone_mode=False)
+        if code == INTERRUPTED:
             raise KeyboardInterrupt
+        sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         err.print("sgdol: interrupted; the same command continues where it stopped")
         # Threads in the middle of a compiled run cannot be asked to stop, and every file is whole at every moment.
         os._exit(INTERRUPTED)
     except Exception as error:
-        sentence = _sentence(error)
-        if sentence is None:
+        said = _sentence(error)
+        if said is None:
             raise
+        sentence, code = said
+        _abandon_stdout(error)
         if sentence:
             err.print(f"sgdol: {' '.join(sentence.split())}")
-        sys.exit(1)
-    sys.exit(status if isinstance(status, int) else 0)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _sentence(error: Exception) -> str | None:
-    """What is wrong with what the user gave; None for an error of ours, which wants its traceback."""
+def _abandon_stdout(error: Exception) -> None:
+    """After a full disk or a closed pipe nobody reads any more, and the interpreter would try again at its end."""
+    if isinstance(error, OSError):
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _sentence(error: Exception) -> tuple[str, int] | None:
+    """What is wrong with what the user gave, and the status; None for an error of ours, which wants its traceback."""
     from sgdol.paper.data import DataError
 
     usage_error = typer.BadParameter.__bases__[0]
     if isinstance(error, usage_error):
-        return str(error.format_message())  # type: ignore[attr-defined]
+        return str(error.format_message()), USAGE  # type: ignore[attr-defined]
+    if isinstance(error, Refusal):
+        return str(error), USAGE
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("sgdol"):
-        return EXTRA.format(error.name)
+        return EXTRA.format(error.name), FAILED
+    if isinstance(error, BrokenPipeError):
+        return "", FAILED
+    if isinstance(error, OSError):
+        return f"{error.filename or 'cannot write the output'}: {error.strerror or error}", FAILED
     # Without the extra there is no ResultsError to import, and none to be raised.
-    refusals: tuple[type[Exception], ...] = (Refusal, DataError, OSError)
-    results = sys.modules.get("sgdol.paper.results")
-    return str(error) if isinstance(error, (*refusals, *((results.ResultsError,) if results else ()))) else None
+    configuration = sys.modules.get("sgdol.paper.configuration")
+    refusals = (DataError, *((configuration.ResultsError,) if configuration else ()))
+    return (str(error), FAILED) if isinstance(error, refusals) else None
 
 
 if __name__ == "__main__":

@@ -1,275 +1,450 @@
-r"""SGDOL without M: every decision, on plain numbers.
+r"""SGDOL without M: every decision, as functions of a state and numbers.
 
 The optimizer without a smoothness constant (:class:`sgdol.SGDOLFree`) measures M while it trains. From time to time it
 evaluates the batch of the current step at the point before the last step as well: with s the step and y the change of
 the batch's gradient along it, r = <y, s>/||s||^2 is a curvature of the objective along the steps that are really made,
-and M is the root mean square of r. A step that the curvature condemns is taken back; a loss that jumps sends the run
-back to its average. Everything is a ratio of measured quantities: there is no unit in here, so multiplying the
-objective or the parameters by a constant changes nothing but the scale.
+and M is a root mean square of r. A step that the curvature condemns is taken back; a loss that jumps sends the run
+back to its average. Lengths of points are taken in the metric D, lengths of gradients in D^-1 (:mod:`sgdol.metrics`).
 
-This module decides; front ends own the vectors and evaluate gradients. ``docs/without_smoothness.md`` has the whole
-algorithm on one page, :mod:`sgdol.reference_free` the same as slow and obvious code.
+This module decides; front ends own the vectors and evaluate gradients. Nothing here branches: PyTorch calls it with
+Python's numbers, optax with traced arrays. Everything is a ratio of measured quantities, and only norms come in, no
+squares of them: multiplying the objective or the parameters by a constant changes nothing but the scale, also where
+squares would leave the range of the numbers. ``docs/without_smoothness.md`` has the whole algorithm on one page,
+:mod:`sgdol.reference_free` the same as slow and obvious code.
+
+>>> state = begin(State(), smoothness=2.0, norm=1.0)  # M at the first point, and ||g_1||
+>>> state = choose_step(track(state, loss=1.0), direction_norm=1.0)
+>>> state.step_size  # a tenth of 1/M
+0.05
+>>> state = observe(state, norm=1.0, squares=0.5**0.5, k=2)  # two equal gradients: all signal, no noise
+>>> round(state.signal, 12), round(state.noise, 12)
+(1.0, 0.0)
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Rule", "Settings", "next_probe"]
+from sgdol._numbers import clip, hypot, isfinite, maximum, minimum, negate, ratio, sqrt, where
+
+__all__ = [
+    "Bracket",
+    "Settings",
+    "State",
+    "alarm",
+    "begin",
+    "choose_step",
+    "confirms",
+    "first_probe",
+    "look_back",
+    "next_probe",
+    "observe",
+    "roll_back",
+    "track",
+    "wants_look_back",
+]
+
+Number = Any
+"""A Python number, or an array that holds one."""
 
 
 class Settings(NamedTuple):
     """The constants of the algorithm. All are pure numbers; none is meant to be tuned per problem."""
 
+    # The first point
+    probes: int = 8
+    """How many points along the first gradient may be tried for a first M; two or three are usual."""
+    guess: float = 1 / 64
+    """The first probe, in units of ||x||..."""
+    guess_by_loss: float = 1 / 8
+    """...or, from x = 0, of |f|/||g||."""
+    shortest: float = 1 / 32
+    """A probe measures a curvature if it changes the gradient by at least this share: less drowns in rounding..."""
+    longest: float = 1 / 2
+    """...and by at most this one: more is not local."""
+    aim: float = 1 / 8
+    """The share that the next probe aims at."""
+    stretch: float = 64.0
+    """A probe is at most so many times longer or shorter than the one before."""
+
+    # The guard on the loss
+    settled: int = 10
+    """The guard sleeps for so many steps."""
+    alarm_deviations: float = 4.0
+    """The loss is suspicious so many deviations above its mean..."""
+    alarm_progress: float = 0.5
+    """...and this share of the progress so far."""
+    confirm_deviations: float = 2.0
+    """The point is left if its loss is so many deviations above that of the average..."""
+    confirm_progress: float = 0.25
+    """...and this share of the progress so far."""
+    loss_rate: float = 0.1
+    """The weight of a new loss in the running mean and in the deviation."""
+    surprise: float = 4.0
+    """A loss counts for the deviation as at most so many of it."""
+    penalty: float = 2.0
+    """What a rollback divides the step size by."""
+    decay: float = 0.95
+    """What is left of a penalty after one more step."""
+    retreat: float = 0.5
+    """How long steps may be after a rollback or a rejection, in units of the longest before or of the rejected one."""
+
+    # The look-back
     interval: int = 10
     """Look back at least this often, in steps."""
-    memory: float = 0.999
-    """How much of a curvature is left after one more step."""
     warm: int = 5
-    """The first so many steps are all looked back at..."""
-    warm_memory: float = 0.8
-    """...and what is left of a curvature after one of them."""
+    """The first so many steps are all looked back at."""
+    jump: float = 3.0
+    """A gradient so much longer than the recent ones is a reason to look back."""
+    largest_decay: float = 0.95
+    """What is left of the largest recent gradient after one more step."""
+    rejection: float = 4.0
+    """A step is taken back if its curvature term exceeds so many times its linear term..."""
+    lesson: float = 2.0
+    """...and raises M so many times at most."""
+    unknown: float = 4.0
+    """The curvature, in units of M, of a step to where nothing is finite."""
+    memory: float = 0.5
+    """A curvature measured in step t counts as t to this power: old ones are outvoted, none is forgotten."""
+    stiffness: float = 1e-3
+    """M is at least this share of ||y||/||s||."""
+
+    # The step
+    kappa: float = 4.0
+    """alpha in units of the first squared gradient."""
     largest: float = 4.0
     """The step size without noise, in units of 1/M."""
     charge: float = 1.0
     """What noise costs: without signal the step size falls as 1/(charge M noise)."""
     waiver: float = 0.5
     """What share of that cost is waived while the loss falls."""
-    kappa: float = 4.0
-    """alpha in units of the first squared gradient."""
     floor: float = 0.5
     """The signal is at least this many of its own standard errors."""
-    probe: float = 0.1
+    late: float = 9.0
+    """The losses' late mean weights step t as t to the power of one less..."""
+    later_half: float = 3.0
+    """...and so does the mean over about the later half of the run."""
+    first_step: float = 0.1
     """The first step, in units of what M at the first point would allow."""
     growth: float = 2.0
     """A step is at most so much longer than the longest so far."""
-    jump: float = 3.0
-    """A gradient so much longer than the recent ones is a reason to look back."""
-    rejection: float = 4.0
-    """A step is taken back if its curvature term exceeds so many times its linear term..."""
-    lesson: float = 2.0
-    """...and raises M so many times at most."""
-    decay: float = 0.95
-    """What is left of a penalty after one more step."""
+    recent: float = 0.01
+    """The weight of a step in the signal and noise that diagnostics show."""
 
 
-@dataclass
-class Rule:
-    """What has been learned so far, and what follows from it. All fields are numbers: see :meth:`as_dict`."""
+class State(NamedTuple):
+    """What has been learned so far. All fields are numbers; squared gradients are in units of ||g_1||^2."""
 
-    updates: int = 0
+    updates: Number = 0
     """How many steps were made."""
-    signal: float = 0.0
+    first_norm: Number = 0.0
+    """||g_1||, the unit of gradients; 0 before the first step."""
+    signal: Number = 0.0
     """The sum of u."""
-    noise: float = 0.0
+    noise: Number = 0.0
     """The sum of n - u."""
-    signal_squares: float = 0.0
-    """The sum of u^2."""
-    alpha: float = 0.0
-    """||g_1||^2, the unit of squared gradients."""
-    momentum_weight: float = 0.0
-    """How much weight the gradients so far have in the momentum."""
-    recent_signal: float = 0.0
-    recent_noise: float = 0.0
+    signal_root: Number = 0.0
+    """The root of the sum of u^2."""
+    recent_signal: Number = 0.0
+    recent_noise: Number = 0.0
     """u and n - u over about the last hundred steps, for diagnostics."""
-    curvature_squares: float = 0.0
-    """The weighted sum of r^2..."""
-    curvature_weight: float = 0.0
-    """...and of the weights."""
-    norm_squares: float = 0.0
-    """The same sum for ||y||^2/||s||^2, which is at least r^2."""
-    smoothness: float = 0.0
+    momentum_weight: Number = 0.0
+    """How much weight the gradients so far have in the momentum."""
+    smoothness: Number = 0.0
     """M."""
-    since: int = 0
+    curvature: Number = 0.0
+    """The weighted root mean square of r..."""
+    stiffness: Number = 0.0
+    """...of ||y||/||s||, which is at least |r|..."""
+    curvature_weight: Number = 0.0
+    """...and the sum of the weights."""
+    since: Number = 0
     """Steps since the last look-back."""
-    penalty: float = 1.0
+    penalty: Number = 1.0
     """What the step size is divided by after a rollback."""
-    longest: float = 0.0
+    longest: Number = 0.0
     """The longest step so far, or what is left of it after a rejection."""
-    largest_gradient: float = 0.0
+    largest_gradient: Number = 0.0
     """A slowly falling maximum of ||g||."""
-    mean_loss: float = 0.0
+    mean_loss: Number = 0.0
     """A running mean of the batch losses..."""
-    loss_deviation: float = 0.0
+    loss_deviation: Number = 0.0
     """...of their distance to it..."""
-    first_loss: float = 0.0
+    first_loss: Number = 0.0
     """...and where it stood at first."""
-    late_loss: float = 0.0
+    late_loss: Number = 0.0
     """The mean of the batch losses over about the last tenth of the run..."""
-    later_half_loss: float = 0.0
+    later_half_loss: Number = 0.0
     """...and over about its later half."""
-    step_size: float = 0.0
+    step_size: Number = 0.0
     """Eta of the last step; 0 if there is none to look back at."""
-    capped: bool = False
+    capped: Number = False
     """Whether the last step would have been longer but for the limit on its growth."""
-    rejections: int = 0
+    rejections: Number = 0
     """Steps that were taken back."""
-    rollbacks: int = 0
+    rollbacks: Number = 0
     """Returns to the average."""
-    skipped: int = 0
+    skipped: Number = 0
     """Batches that are not finite anywhere."""
-    evaluations: int = 0
-    """Calls of the closure."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, as numbers that can be saved."""
-        return asdict(self)
-
-    # 1. The guard on the loss --------------------------------------------------------------------------------------
-
-    def alarm(self, loss: float) -> bool:
-        """Whether the loss of this batch is so high that the point itself may have gone wrong."""
-        if self.updates < 10:
-            return False
-        return not math.isfinite(loss) or loss - self.mean_loss > max(4 * self.loss_deviation, 0.5 * self._progress())
-
-    def confirms(self, loss: float, loss_at_average: float) -> bool:
-        """Whether it is the point and not the batch: the same batch is fine at the average."""
-        if not math.isfinite(loss_at_average):
-            return False
-        return not math.isfinite(loss) or loss - loss_at_average > max(2 * self.loss_deviation, 0.25 * self._progress())
-
-    def roll_back(self) -> None:
-        """The point is the average now, and there is no last step to look back at."""
-        self.penalty *= 2
-        self.longest /= 2
-        self.since = 0
-        self.step_size = 0.0
-        self.momentum_weight = 0.0
-        self.rollbacks += 1
-
-    def track(self, loss: float) -> None:
-        """Learn what losses are usual."""
-        self.late_loss += 9 / (self.updates + 9) * (loss - self.late_loss)
-        self.later_half_loss += 3 / (self.updates + 3) * (loss - self.later_half_loss)
-        if self.updates == 0:
-            self.mean_loss = self.first_loss = loss
-            return
-        error = abs(loss - self.mean_loss)
-        if self.loss_deviation == 0:
-            self.loss_deviation = error
-        else:
-            self.loss_deviation += 0.1 * (min(error, 4 * self.loss_deviation) - self.loss_deviation)
-        self.mean_loss += 0.1 * (loss - self.mean_loss)
-        if self.updates < 10:
-            self.first_loss = max(self.first_loss, self.mean_loss)
-
-    def _progress(self) -> float:
-        return self.first_loss - self.mean_loss
-
-    def _falling(self) -> float:
-        """From 0, the loss stands still or rises, to 1: it falls at least as a straight line from its start would.
-
-        The two means are on average a tenth and a quarter of the run old, so that on a straight line they are 0.15 of
-        the whole progress apart.
-        """
-        progress = self.first_loss - self.late_loss
-        if not progress > 0:
-            return 0.0
-        return min(max((self.later_half_loss - self.late_loss) / progress / 0.15, 0.0), 1.0)
-
-    # 2. The look-back ----------------------------------------------------------------------------------------------
-
-    def wants_look_back(self, gradient_norm: float, settings: Settings) -> bool:
-        """Whether to evaluate this batch at the point before the last step as well. Counts the step."""
-        self.since += 1
-        return self.step_size > 0 and (
-            self.since >= settings.interval
-            or self.updates <= settings.warm
-            or self.capped
-            or not gradient_norm <= settings.jump * self.largest_gradient  # also where it is not a number
-        )
-
-    def look_back(self, ys: float, yy: float, ss: float, qs: float, settings: Settings) -> bool:
-        """Learn from a look-back, and tell whether the step is to be taken back.
-
-        Args:
-            ys: <y, s>, the change of the batch's gradient along the step s; not finite if the gradient is not.
-            yy: ||y||^2.
-            ss: ||s||^2.
-            qs: <q, s>, q the batch's gradient before the step.
-            settings: the constants.
-        """
-        self.since = 0
-        if ss == 0:
-            return False
-        finite = math.isfinite(ys) and math.isfinite(yy)
-        r = ys / ss if finite else 4 * self.smoothness
-        if not finite or (r * ss > settings.rejection * abs(qs) and r > self.smoothness):
-            self.rejections += 1
-            self.longest = min(self.longest, math.sqrt(ss) / 2)
-            self.smoothness = min(r, settings.lesson * self.smoothness)
-            self.curvature_squares = self.smoothness**2
-            self.norm_squares = self.curvature_squares
-            self.curvature_weight = 1.0
-            return True
-        kept = settings.warm_memory if self.updates <= settings.warm else settings.memory**settings.interval
-        self.curvature_squares = kept * self.curvature_squares + r * r
-        self.norm_squares = kept * self.norm_squares + yy / ss
-        self.curvature_weight = kept * self.curvature_weight + 1
-        squares = max(self.curvature_squares, 1e-6 * self.norm_squares)
-        if squares > 0:
-            self.smoothness = math.sqrt(squares / self.curvature_weight)
-        return False
-
-    # 3. The step ---------------------------------------------------------------------------------------------------
-
-    def begin(self, smoothness: float, squared_norm: float) -> None:
-        """The first point: M along the first gradient, and ||g_1||^2."""
-        self.smoothness = smoothness
-        self.curvature_squares = self.norm_squares = smoothness**2
-        self.curvature_weight = 1.0
-        self.alpha = squared_norm
-
-    def choose_step_size(self, direction_norm: float, smoothness_of_decay: float, settings: Settings) -> float:
-        """Eta for a direction of this length, from the sums before this step."""
-        m = self.smoothness + smoothness_of_decay
-        alpha = settings.kappa * self.alpha
-        gain = max(alpha + self.signal, settings.floor * math.sqrt(self.signal_squares))
-        charge = settings.charge * (1 - settings.waiver * self._falling())
-        cost = alpha + max(self.signal, 0.0) / settings.largest + charge * max(self.noise, 0.0)
-        eta = gain / (m * cost) / self.penalty
-        self.penalty = max(1.0, settings.decay * self.penalty)
-        if self.updates == 0:
-            self.longest = settings.probe * eta * direction_norm / settings.growth
-        limit = settings.growth * self.longest
-        self.capped = eta * direction_norm > limit
-        if self.capped:
-            eta = limit / direction_norm
-        self.longest = max(self.longest, eta * direction_norm)
-        self.step_size = eta
-        return eta
-
-    def observe(self, u: float, n: float) -> None:
-        """Learn the signal and the noise of the gradients that the step was made with."""
-        self.updates += 1
-        self.signal += u
-        self.noise += n - u
-        self.signal_squares += u * u
-        self.recent_signal += 0.01 * (u - self.recent_signal)
-        self.recent_noise += 0.01 * (n - u - self.recent_noise)
-        self.largest_gradient = max(math.sqrt(n), 0.95 * self.largest_gradient)
+    evaluations: Number = 0
+    """How often a batch was evaluated."""
 
 
-PROBED = (1 / 32, 1 / 2)
-"""A probe that changes the gradient by a share in this range measures a curvature: less drowns in rounding, more is
-not local."""
-
-AIM = 1 / 8
-"""The share that the next probe aims at."""
+DEFAULTS = Settings()
 
 
-def next_probe(length: float, change: float) -> float | None:
-    """How long the next probe along the first gradient should be, None if the last one tells the curvature.
+# The first point ------------------------------------------------------------------------------------------------------
+
+
+class Bracket(NamedTuple):
+    """How far the search for a first M has come."""
+
+    length: Number
+    """How long the next probe is."""
+    short: Number = 0.0
+    """The longest probe that was too short, 0 if none was."""
+    long: Number = float("inf")
+    """The shortest probe that was too long."""
+    curvature: Number = 0.0
+    """M in units of ||g_1||, as the probes so far tell it."""
+    told: Number = False
+    """Whether a probe has changed the gradient by a share that measures."""
+    count: Number = 0
+    """How many probes there were."""
+
+
+def first_probe(norm: Number, size: Number, loss: Number, settings: Settings = DEFAULTS) -> Bracket:
+    """A first guess of a length along the first gradient, from the only lengths there are.
 
     Args:
-        length: how long the last probe was.
-        change: ||y||/||g||, by how much it changed the gradient; not finite if the point was too far out.
+        norm: ||g_1||.
+        size: ||x_1||.
+        loss: f at x_1; with x_1 = 0 and f = 0 there is no length at all.
+        settings: the constants.
     """
-    if PROBED[0] <= change <= PROBED[1]:
-        return None
-    if not math.isfinite(change):
-        return length / 64
-    return length * min(max(AIM / change, 1 / 64), 64.0) if change > 0 else length * 64
+    by_loss = settings.guess_by_loss * (abs(loss) / norm)
+    length = where(size > 0, settings.guess * size, where(by_loss > 0, by_loss, 1.0))
+    return Bracket(length)
+
+
+def next_probe(bracket: Bracket, change: Number, settings: Settings = DEFAULTS) -> Bracket:
+    """Learn from a probe. The search ends when it has told, or after ``settings.probes``.
+
+    Once a too short and a too long probe are known, the next is their geometric mean: a function that bends would send
+    an extrapolation to and fro. If no probe measures, M is at most what the longest of the too short ones allows;
+    what a too long one gives is used only if all were too long, and then it is the shortest's.
+
+    Args:
+        bracket: the search so far.
+        change: ||y||/||g||, by how much the probe changed the gradient; not finite if the point was too far out.
+        settings: the constants.
+
+    >>> next_probe(Bracket(1.0), 1 / 64).length, next_probe(Bracket(1.0), 4.0).length
+    (8.0, 0.03125)
+    >>> next_probe(next_probe(Bracket(1.0), 1 / 64), 4.0).length  # between 1 and 8
+    2.8284271247461903
+    """
+    b, length = bracket, bracket.length
+    finite = isfinite(change)
+    too_short = change < settings.shortest
+    too_long = negate(change <= settings.longest)
+    short = where(too_short, maximum(b.short, length), b.short)
+    long = where(too_long, minimum(b.long, length), b.long)
+    known = where(finite, change, 1.0)
+    factor = clip(ratio(settings.aim, known, settings.stretch), 1 / settings.stretch, settings.stretch)
+    extrapolated = length * where(finite, factor, 1 / settings.stretch)
+    between = short * sqrt(ratio(long, short, 1.0))
+    outside = too_short | too_long
+    return Bracket(
+        length=where((short > 0) & isfinite(long), between, extrapolated),
+        short=short,
+        long=long,
+        curvature=where(outside & (short > 0), ratio(settings.shortest, short, 0.0), known / length),
+        told=negate(outside),
+        count=b.count + 1,
+    )
+
+
+def begin(state: State, smoothness: Number, norm: Number) -> State:
+    """The first point: M along the first gradient, and ||g_1||."""
+    return state._replace(
+        smoothness=smoothness,
+        curvature=smoothness,
+        stiffness=smoothness,
+        curvature_weight=where(norm > 0, 1.0, state.curvature_weight),
+        first_norm=norm,
+    )
+
+
+# The guard on the loss ------------------------------------------------------------------------------------------------
+
+
+def alarm(state: State, loss: Number, settings: Settings = DEFAULTS) -> Number:
+    """Whether the loss of this batch is so high that the point itself may have gone wrong."""
+    progress = state.first_loss - state.mean_loss
+    limit = maximum(settings.alarm_deviations * state.loss_deviation, settings.alarm_progress * progress)
+    return (state.updates >= settings.settled) & _above(loss, state.mean_loss, limit)
+
+
+def confirms(state: State, loss: Number, loss_at_average: Number, settings: Settings = DEFAULTS) -> Number:
+    """Whether it is the point and not the batch: the same batch is fine at the average."""
+    progress = state.first_loss - state.mean_loss
+    limit = maximum(settings.confirm_deviations * state.loss_deviation, settings.confirm_progress * progress)
+    return isfinite(loss_at_average) & _above(loss, loss_at_average, limit)
+
+
+def _above(loss: Number, other: Number, limit: Number) -> Number:
+    return negate(isfinite(loss)) | (loss - other > limit)
+
+
+def roll_back(state: State, settings: Settings = DEFAULTS) -> State:
+    """The point is the average now, and there is no last step to look back at."""
+    return state._replace(
+        penalty=settings.penalty * state.penalty,
+        longest=settings.retreat * state.longest,
+        since=0,
+        step_size=0.0,
+        momentum_weight=0.0,
+        rollbacks=state.rollbacks + 1,
+    )
+
+
+def track(state: State, loss: Number, settings: Settings = DEFAULTS) -> State:
+    """Learn what losses are usual."""
+    t, start = state.updates, state.updates == 0
+    error = abs(loss - state.mean_loss)
+    moved = settings.loss_rate * (minimum(error, settings.surprise * state.loss_deviation) - state.loss_deviation)
+    deviation = where(state.loss_deviation > 0, state.loss_deviation + moved, error)
+    mean = where(start, loss, state.mean_loss + settings.loss_rate * (loss - state.mean_loss))
+    top = where(t < settings.settled, maximum(state.first_loss, mean), state.first_loss)
+    late, later = settings.late, settings.later_half
+    return state._replace(
+        mean_loss=mean,
+        loss_deviation=where(start, 0.0, deviation),
+        first_loss=where(start, loss, top),
+        late_loss=state.late_loss + late / (t + late) * (loss - state.late_loss),
+        later_half_loss=state.later_half_loss + later / (t + later) * (loss - state.later_half_loss),
+    )
+
+
+def _falling(state: State, settings: Settings) -> Number:
+    """From 0, the loss stands still or rises, to 1: it falls at least as a straight line from its start would.
+
+    The two means are on average a tenth and a quarter of the run old: on a straight line they are that share of the
+    whole progress apart.
+    """
+    apart = 1 / (settings.later_half + 1) - 1 / (settings.late + 1)
+    progress = state.first_loss - state.late_loss
+    return clip(ratio(state.later_half_loss - state.late_loss, progress, 0.0) / apart, 0.0, 1.0)
+
+
+# The look-back --------------------------------------------------------------------------------------------------------
+
+
+def wants_look_back(state: State, norm: Number, settings: Settings = DEFAULTS) -> tuple[State, Number]:
+    """Whether to evaluate this batch at the point before the last step as well. Counts the step.
+
+    Args:
+        state: what has been learned.
+        norm: ||g||, not finite if the batch's loss or gradient is not.
+        settings: the constants.
+    """
+    since = state.since + 1
+    usual = norm <= settings.jump * state.largest_gradient  # not where it is not a number
+    due = (since >= settings.interval) | (state.updates <= settings.warm) | state.capped | negate(usual)
+    return state._replace(since=since), (state.step_size > 0) & due
+
+
+def look_back(
+    state: State, y_along: Number, y_norm: Number, s_norm: Number, q_along: Number, settings: Settings = DEFAULTS
+) -> tuple[State, Number]:
+    """Learn from a look-back, and tell whether the step is to be taken back.
+
+    Args:
+        state: what has been learned.
+        y_along: <y, s>/||s||, y the change of the batch's gradient along the step s; not finite if the batch is not.
+        y_norm: ||y||.
+        s_norm: ||s||; of a step of length 0 nothing is learned.
+        q_along: <q, s>/||s||, q the batch's gradient before the step.
+        settings: the constants.
+    """
+    moved = s_norm > 0
+    finite = isfinite(y_along) & isfinite(y_norm)
+    measured = ratio(where(finite, y_along, 0.0), s_norm, 0.0)
+    r = where(finite, measured, settings.unknown * state.smoothness)
+    too_much = (y_along > settings.rejection * abs(q_along)) & (r > state.smoothness)
+    rejected = moved & (negate(finite) | too_much)
+    weight = (state.updates + 1.0) ** settings.memory
+    total = state.curvature_weight + weight
+    old, new = sqrt(state.curvature_weight / total), sqrt(weight / total)
+    curvature = hypot(old * state.curvature, new * r)
+    stiffness = hypot(old * state.stiffness, new * ratio(where(finite, y_norm, 0.0), s_norm, 0.0))
+    mean = maximum(curvature, settings.stiffness * stiffness)
+    lesson = minimum(r, settings.lesson * state.smoothness)
+    shorter = minimum(state.longest, settings.retreat * s_norm)
+    learned = moved & negate(rejected)
+    new_state = state._replace(
+        since=0,
+        smoothness=where(rejected, lesson, where(learned & (mean > 0), mean, state.smoothness)),
+        curvature=where(rejected, lesson, where(learned, curvature, state.curvature)),
+        stiffness=where(rejected, lesson, where(learned, stiffness, state.stiffness)),
+        curvature_weight=where(rejected, weight, where(learned, total, state.curvature_weight)),
+        longest=where(rejected, shorter, state.longest),
+        rejections=state.rejections + rejected,
+    )
+    return new_state, rejected
+
+
+# The step -------------------------------------------------------------------------------------------------------------
+
+
+def choose_step(
+    state: State, direction_norm: Number, weight_decay: Number = 0.0, settings: Settings = DEFAULTS
+) -> State:
+    """Eta for a direction of this length, from the sums before this step.
+
+    Args:
+        state: what has been learned.
+        direction_norm: ||d||, a gradient's length.
+        weight_decay: of the decay that is decoupled: it adds to M.
+        settings: the constants.
+    """
+    gain = maximum(settings.kappa + state.signal, settings.floor * state.signal_root)
+    charge = settings.charge * (1 - settings.waiver * _falling(state, settings))
+    cost = settings.kappa + maximum(state.signal, 0.0) / settings.largest + charge * maximum(state.noise, 0.0)
+    eta = ratio(gain / cost, state.smoothness + weight_decay, 0.0) / state.penalty
+    wanted = eta * direction_norm
+    longest = where(state.updates == 0, settings.first_step * wanted / settings.growth, state.longest)
+    limit = settings.growth * longest
+    capped = wanted > limit
+    eta = where(capped, ratio(limit, direction_norm, 0.0), eta)
+    return state._replace(
+        step_size=eta,
+        capped=capped,
+        longest=maximum(longest, eta * direction_norm),
+        penalty=maximum(settings.decay * state.penalty, 1.0),
+    )
+
+
+def observe(state: State, norm: Number, squares: Number, k: int, settings: Settings = DEFAULTS) -> State:
+    r"""Learn the signal and the noise of the gradients that the step was made with.
+
+    Args:
+        state: what has been learned.
+        norm: ||g||, g the sum of the contributions c_1, ..., c_k.
+        squares: the root of ||c_1||^2 + ... + ||c_k||^2.
+        k: how many contributions there are, at least 2: :math:`u = \frac{k}{k-1} (\|g\|^2 - \sum \|c_i\|^2)`.
+        settings: the constants.
+    """
+    n, q = ratio(norm, state.first_norm, 0.0), ratio(squares, state.first_norm, 0.0)
+    u = (n - q) * (n + q) * (k / (k - 1))
+    noise = n * n - u
+    return state._replace(
+        updates=state.updates + 1,
+        signal=state.signal + u,
+        noise=state.noise + noise,
+        signal_root=hypot(state.signal_root, u),
+        recent_signal=state.recent_signal + settings.recent * (u - state.recent_signal),
+        recent_noise=state.recent_noise + settings.recent * (noise - state.recent_noise),
+        largest_gradient=maximum(settings.largest_decay * state.largest_gradient, norm),
+    )

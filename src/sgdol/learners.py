@@ -9,7 +9,9 @@ object with three methods, and its state is a named tuple of arrays: one entry p
 step size, a scalar for a global one. ``alpha`` is passed at each call because its default, the first squared direction,
 is not known before training starts.
 
-A new learner is one class: ``initial``, ``predict`` and ``observe``.
+A new learner is one class: ``initial``, ``predict`` and ``observe``. One that sets ``hindsight = True`` is also told,
+at step t, what the last step turned out to be worth: :math:`v_{t-1} = \langle \bar g_t, d_{t-1}\rangle`, as the
+keyword ``last`` of ``observe`` (0 at the first step).
 
 >>> learner, state = FTRL(), FTRL().initial(0.0)
 >>> for u, n in [(1.0, 4.0), (0.5, 4.0)]:
@@ -21,12 +23,25 @@ A new learner is one class: ``initial``, ``predict`` and ``observe``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-import array_api_compat
+from sgdol._numbers import clip, maximum, ratio, where
 
-__all__ = ["FTRL", "LARGEST_MULTIPLIER", "Floored", "Learner", "OnlineGradientDescent", "OptimisticFTRL"]
+__all__ = [
+    "FTRL",
+    "LARGEST_MULTIPLIER",
+    "PAPER",
+    "Floored",
+    "Learner",
+    "MeasuredCurvature",
+    "OnlineGradientDescent",
+    "OptimisticFTRL",
+    "suggested_kappa",
+    "uses_hindsight",
+]
 
 Array = Any
 State = Any
@@ -83,24 +98,27 @@ class Descent(NamedTuple):
     n_sum: Array
 
 
+class Measured(NamedTuple):
+    """The state of the learner that measures curvature: sums, and the last loss until hindsight completes it."""
+
+    u_sum: Array
+    h_sum: Array
+    u_last: Array
+    multiplier_last: Array
+
+
+def uses_hindsight(learner: Learner) -> bool:
+    """Whether ``observe`` wants to be told what the last step turned out to be worth (``last=``)."""
+    return bool(getattr(learner, "hindsight", False))
+
+
+def suggested_kappa(learner: Learner) -> float:
+    """Alpha in units of the first squared gradient, where neither is given: 10 with hindsight, else 1, the paper's."""
+    return 10.0 if uses_hindsight(learner) else 1.0
+
+
 def _clip(multiplier: Array) -> Array:
-    xp = _namespace(multiplier)
-    return xp.clip(multiplier, 0.0, LARGEST_MULTIPLIER) if xp else min(max(multiplier, 0.0), LARGEST_MULTIPLIER)
-
-
-def _ratio(numerator: Array, denominator: Array, otherwise: float) -> Array:
-    """The quotient, or ``otherwise`` where nothing has been seen yet and the denominator is 0."""
-    xp = _namespace(denominator)
-    if not xp:
-        return numerator / denominator if denominator > 0 else otherwise
-    seen = denominator > 0
-    one = xp.ones_like(denominator)
-    return xp.where(seen, numerator, otherwise * one) / xp.where(seen, denominator, one)
-
-
-def _namespace(array: Array) -> Any:
-    """The array namespace, or None for a Python number."""
-    return None if isinstance(array, int | float) else array_api_compat.array_namespace(array)
+    return clip(multiplier, 0.0, LARGEST_MULTIPLIER)
 
 
 @dataclass(frozen=True)
@@ -145,7 +163,11 @@ class FTRL:
 
     def _leader(self, u_sum: Array, n_sum: Array, alpha: Array) -> Array:
         weight = self.strength * alpha
-        return _clip(_ratio(weight * self.center + u_sum, weight + n_sum, otherwise=self.center))
+        return _clip(ratio(weight * self.center + u_sum, weight + n_sum, otherwise=self.center))
+
+
+PAPER: Mapping[str, Any] = MappingProxyType({"alpha": 10.0, "estimator": "paper", "momentum": 0.0, "learner": FTRL()})
+"""The paper's own settings, as options of either front end: ``SGDOL(params, smoothness=M, **sgdol.PAPER)``."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +234,7 @@ class Floored(FTRL):
         """The leader, or the floor where that is larger."""
         leader = self._leader(state.u_sum, state.n_sum, alpha)
         floor = self.floor / (state.losses + 1) ** 0.5
-        xp = _namespace(leader)
-        return xp.where(leader > floor, leader, floor) if xp else max(leader, floor)
+        return maximum(leader, floor)
 
     def observe(  # type: ignore[override]
         self, state: FlooredSums, multiplier: Array, u: Array, n: Array, alpha: Array
@@ -257,4 +278,62 @@ class OnlineGradientDescent:
     def observe(self, state: Descent, multiplier: Array, u: Array, n: Array, alpha: Array) -> Descent:
         """One projected gradient step."""
         n_sum = state.n_sum + n
-        return Descent(_clip(multiplier - _ratio(n * multiplier - u, alpha + n_sum, otherwise=0.0)), n_sum)
+        return Descent(_clip(multiplier - ratio(n * multiplier - u, alpha + n_sum, otherwise=0.0)), n_sum)
+
+
+@dataclass(frozen=True)
+class MeasuredCurvature:
+    r"""A constant step until the curvature measured along the steps says that it is too long. The default.
+
+    The gradient after a step tells how much of the promised decrease was kept: with
+    :math:`v_t = \langle \bar g_{t+1}, d_t\rangle`, a fresh gradient and so unbiased,
+
+    .. math:: h_t = \frac{u_t - v_t}{s_t}, \qquad s_t = \frac{A}{A + a \max(H - U/\tau, 0)}, \qquad
+        A = \max(\alpha + U, 0), \quad U = \sum_{j<t-1} u_j, \quad H = \sum_{j<t-1} h_j.
+
+    On a quadratic :math:`h_t = \mathrm{lr}\, d_t^\top H d_t`, and :math:`\sum_t s_t (u_t - s_t h_t/2)` is the expected
+    decrease of f: a run that converges has :math:`U/H \ge s/2`. So s stays at 1, and the optimizer is SGD with the step
+    lr, as long as :math:`H \le U/\tau`, and falls as H exceeds that: where lr is too large, or where noise keeps the
+    iterates from settling. A loss counts once hindsight has completed it: :math:`h_{t-1}` is made of the gradients of
+    step t, which s_t must not see. Past curvature bounds nothing ahead: there is no theorem, only that no step is
+    longer than lr.
+
+    Args:
+        tolerance: tau in (0, 2]: the least ratio U/H at which the step stays what it is.
+        charge: a > 0: how much curvature beyond that costs.
+
+    >>> learner = MeasuredCurvature(tolerance=0.5, charge=1.0)
+    >>> state = learner.observe(learner.initial(0.0), 1.0, u=2.0, n=4.0, alpha=2.0)
+    >>> state = learner.observe(state, 1.0, u=9.0, n=9.0, alpha=2.0, last=-6.0)  # the first step went too far: h = 8
+    >>> learner.predict(state, alpha=2.0)  # 4 / (4 + 8 - 4)
+    0.5
+    """
+
+    tolerance: float = 0.6
+    charge: float = 2.0
+
+    hindsight: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tolerance <= LARGEST_MULTIPLIER:
+            raise ValueError(f"tolerance must be in (0, {LARGEST_MULTIPLIER:g}], got {self.tolerance!r}")
+        if not 0 < self.charge < float("inf"):
+            raise ValueError(f"charge must be positive and finite, got {self.charge!r}")
+
+    def initial(self, zero: Array) -> Measured:
+        """No losses yet."""
+        return Measured(zero, zero, zero, zero)
+
+    def predict(self, state: Measured, alpha: Array) -> Array:
+        """From 0 to 1."""
+        gain = maximum(alpha + state.u_sum, 0.0)
+        excess = maximum(state.h_sum - state.u_sum / self.tolerance, 0.0)
+        return ratio(gain, gain + self.charge * excess, otherwise=1.0)
+
+    def observe(
+        self, state: Measured, multiplier: Array, u: Array, n: Array, alpha: Array, last: Array = 0.0
+    ) -> Measured:
+        """Complete the last loss by hindsight, and keep this one until its turn."""
+        moved = state.multiplier_last > 0
+        h = where(moved, (state.u_last - last) / where(moved, state.multiplier_last, 1.0), 0.0)
+        return Measured(state.u_sum + state.u_last, state.h_sum + h, u, multiplier)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from sgdol._extras import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,8 +52,9 @@ def plot(history: Any, *, axes: Sequence[Axes] | None = None, figure: Figure | N
 
     Step sizes and the noise scale have logarithmic axes, on which what is not positive and finite leaves a gap: a step
     size of 0, or the noise scale while the noise drowns the signal (shaded). More than six parameter groups with step
-    sizes of their own are drawn as their median and range. Nothing is shown or written and no global state of
-    matplotlib is touched: call ``figure.savefig(...)``, or give it a figure of ``pyplot``.
+    sizes of their own are drawn as their median and range. Nothing is written and no global state of matplotlib
+    is touched: a notebook shows what is returned; elsewhere call ``figure.savefig(...)``, or give it a figure of
+    ``pyplot``.
 
     Args:
         history: a :class:`sgdol.torch.Log` or a trainer's ``StepSizeMonitor``; its ``history``, a list of dicts; a dict
@@ -81,13 +85,18 @@ def plot(history: Any, *, axes: Sequence[Axes] | None = None, figure: Figure | N
 
 def _new_axes(figure: Figure | None) -> list[Axes]:
     if figure is None:
-        try:
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError as missing:
-            raise ModuleNotFoundError(
-                f"sgdol.plot needs {missing.name}, which is not installed: pip install 'sgdol[plot]'", name=missing.name
-            ) from missing
-        figure = Figure(figsize=(9.0, 5.6), layout="constrained")
+        require("sgdol.plot", "plot", "matplotlib")
+        from matplotlib.figure import Figure
+
+        class Shown(Figure):
+            """A figure that a notebook shows as it is, with or without pyplot."""
+
+            def _repr_png_(self) -> bytes:
+                file = io.BytesIO()
+                self.savefig(file, format="png")
+                return file.getvalue()
+
+        figure = Shown(figsize=(9.0, 5.6), layout="constrained")
     grid = figure.subplots(2, 2, sharex=True)
     return list(grid.flat)
 

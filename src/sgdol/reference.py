@@ -6,8 +6,8 @@ whoever doubts an optimizer of this library can compare it with these lines and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,7 +17,9 @@ __all__ = [
     "algorithm_1",
     "algorithm_2",
     "argmin",
+    "diagonal",
     "ftrl",
+    "measured_multiplier",
     "minimise_with_ftrl",
     "polynomial_average",
     "replay",
@@ -25,6 +27,10 @@ __all__ = [
 ]
 
 Vector = NDArray[np.float64]
+
+MetricName = Literal["euclidean", "rms", "adagrad"]
+METRICS: Mapping[str, Mapping[str, float]] = {"rms": {"decay": 0.99}, "adagrad": {"decay": 1.0}}
+"""The arguments of :func:`diagonal` that a name stands for."""
 
 
 def step_size(u: ArrayLike, n: ArrayLike, *, smoothness: float, alpha: float) -> float:
@@ -112,6 +118,77 @@ def ftrl(u: Sequence[float], n: Sequence[float], *, smoothness: float, alpha: fl
     return [step_size(u[:t], n[:t], smoothness=smoothness, alpha=alpha) for t in range(len(u) + 1)]
 
 
+def diagonal(
+    past: Sequence[ArrayLike],
+    present: ArrayLike,
+    tensors: ArrayLike,
+    *,
+    decay: float = 0.99,
+    tensor: float = 0.01,
+    overall: float = 1e-4,
+) -> Vector:
+    r"""D of :class:`sgdol.metrics.RMS` (AdaGrad with decay = 1), from the mean gradients of the updates before.
+
+    With the weighted mean :math:`q = v/w` of the past squares, w the sum of their weights, or the present squares if
+    there is no past, tmean the mean over a coordinate's tensor and mean that over all coordinates,
+
+    .. math:: V = \frac{w q + k_0\,\mathrm{tmean}(q)}{w + k_0}, \qquad
+        D = \sqrt{\frac{V + k_1\,\mathrm{mean}(q)}{1 + k_1}} \bigg/ \text{its root mean square}
+
+    Args:
+        past: the mean gradients of the updates before, in order.
+        present: that of this update.
+        tensors: the number of the tensor that each coordinate is in, from 0.
+        decay: what is left of a square after one more update.
+        tensor: k_0.
+        overall: k_1.
+
+    >>> diagonal([], [3.0, 4.0, 0.0], [0, 0, 1], overall=0.0)  # the first update: a constant in each tensor
+    array([1.22474487, 1.22474487, 0.        ])
+    """
+    number = np.asarray(tensors)
+    weights = [decay ** (len(past) - 1 - j) for j in range(len(past))]
+    w = sum(weights)
+    q: Vector = np.asarray(present, dtype=np.float64) ** 2
+    if len(past):
+        v = np.zeros_like(q)
+        for weight, g in zip(weights, past, strict=True):
+            v = v + weight * np.asarray(g, dtype=np.float64) ** 2
+        q = v / w
+    tmean = np.array([q[number == i].mean() for i in number])
+    V = ((w * q + tensor * tmean) / (w + tensor) + overall * q.mean()) / (1 + overall)
+    return np.sqrt(V) / np.sqrt(V.mean()) if V.mean() > 0 else np.ones_like(V)
+
+
+def measured_multiplier(
+    u: Sequence[float],
+    v: Sequence[float],
+    multipliers: Sequence[float],
+    *,
+    alpha: float,
+    tolerance: float = 0.6,
+    charge: float = 2.0,
+) -> float:
+    r"""The multiplier of :class:`sgdol.learners.MeasuredCurvature`, from the rounds before.
+
+    Args:
+        u: u_1, ..., u_{t-1}; the last has no v yet and does not count.
+        v: v_1, ..., v_{t-2}: <gbar_{j+1}, d_j>.
+        multipliers: s_1, ..., s_{t-1}.
+        alpha: the regulariser's alpha.
+        tolerance: tau.
+        charge: a.
+
+    >>> measured_multiplier([2.0, 9.0], [-6.0], [1.0, 1.0], alpha=2.0, tolerance=0.5, charge=1.0)
+    0.5
+    """
+    U = sum(u[: len(v)])
+    H = sum((u_j - v_j) / s_j if s_j > 0 else 0.0 for u_j, v_j, s_j in zip(u, v, multipliers, strict=False))
+    A = max(alpha + U, 0.0)
+    cost = A + charge * max(H - U / tolerance, 0.0)
+    return A / cost if cost > 0 else 1.0
+
+
 class Run(NamedTuple):
     """What a run of Algorithm 1 leaves."""
 
@@ -125,6 +202,8 @@ class Run(NamedTuple):
     """n_1, ..., n_T, per block."""
     output: int
     """k - 1 for the uniformly random k in 1, ..., T: ``iterates[output]`` is what Algorithm 1 returns."""
+    diagonals: Vector
+    """D_1, ..., D_T of the metric; ones for Euclid's."""
 
 
 def algorithm_1(
@@ -138,6 +217,8 @@ def algorithm_1(
     estimator: Literal["paper", "symmetric"] = "paper",
     blocks: ArrayLike | None = None,
     seed: int = 0,
+    metric: MetricName | Mapping[str, float] = "euclidean",
+    tensors: ArrayLike | None = None,
 ) -> Run:
     r"""Algorithm 1 (SGDOL) with FTRL as its learner.
 
@@ -156,6 +237,8 @@ def algorithm_1(
         blocks: the block number of each coordinate, from 0: coordinates of one block share a step size. None for one
             block (Algorithm 1); ``range(d)`` for the per-coordinate variant of section 6.
         seed: of the random output iterate.
+        metric: past the paper: in which products of gradients are taken; a name, or arguments of :func:`diagonal`.
+        tensors: for the metric, the number of the tensor that each coordinate is in; None for one.
 
     >>> rng = np.random.default_rng(0)
     >>> run = algorithm_1(lambda x: x + rng.normal(size=2), [3.0, 4.0], 50, smoothness=1.0, alpha=10.0)
@@ -171,6 +254,8 @@ def algorithm_1(
         estimator,
         blocks,
         seed,
+        metric=metric,
+        tensors=tensors,
     )
 
 
@@ -185,14 +270,25 @@ def replay(
     kappa: float = 1.0,
     momentum: float = 0.0,
     statistics: Literal["direction", "gradient"] = "direction",
+    metric: MetricName | Mapping[str, float] = "euclidean",
+    tensors: ArrayLike | None = None,
+    learner: Literal["ftrl", "measured"] = "ftrl",
+    bias_correction: bool = True,
+    epoch: int | None = None,
 ) -> Run:
     r"""Algorithm 1 on recorded gradients, of shape (T, k, d): what an optimizer must do on exact vectors.
 
-    Past the paper: alpha=None is kappa times the first squared direction; with momentum,
+    Past the paper: alpha=None is kappa times the first squared gradient; with momentum,
     :math:`d_t = m_t / (1 - \beta^t)` for :math:`m_t = \beta m_{t-1} + (1 - \beta) \bar g_t`, and the learner
     sees either the pair
     :math:`((\beta \langle m_{t-1}, \bar g_t\rangle + (1 - \beta) u_t)/(1 - \beta^t), \|d_t\|^2)` of that direction,
-    or the pair of the gradients alone.
+    or the pair of the gradients alone. In a metric every product of two gradients has :math:`D_t^{-1}`
+    (:func:`diagonal`) in between, and :math:`d_t = D_t^{-1} m_t / (1 - \beta^t)`. The learner is FTRL, or the one of
+    :func:`measured_multiplier`. ``tensors`` numbers the tensor of each coordinate; None for one. Without bias
+    correction the direction is :math:`m_t`: 1 stands for :math:`1 - \beta^t` everywhere. With ``epoch`` = B updates in
+    a shuffled epoch, products of two gradients of one epoch are low by a number of which
+    :math:`(\|\bar g\|^2 - u)/B` is an unbiased estimate (of the symmetric estimator): it is added to u, and, with the
+    weight that this epoch's gradients have in :math:`m_{t-1}`, to :math:`\langle m_{t-1}, \bar g_t\rangle`.
 
     >>> replay([[[1.0], [1.0]], [[2.0], [-2.0]]], [0.0], smoothness=1.0, alpha=1.0).iterates.ravel()
     array([ 0., -1., -3.])
@@ -210,6 +306,11 @@ def replay(
         kappa=kappa,
         momentum=momentum,
         statistics=statistics,
+        metric=metric,
+        tensors=tensors,
+        learner=learner,
+        bias_correction=bias_correction,
+        epoch=epoch,
     )
 
 
@@ -238,47 +339,72 @@ def _run(
     kappa: float = 1.0,
     momentum: float = 0.0,
     statistics: str = "direction",
+    metric: str | Mapping[str, float] = "euclidean",
+    tensors: ArrayLike | None = None,
+    learner: str = "ftrl",
+    bias_correction: bool = True,
+    epoch: int | None = None,
 ) -> Run:
     x = np.array(x1, dtype=np.float64)
     block_of = np.zeros(x.shape, dtype=np.intp) if blocks is None else np.array(blocks, dtype=np.intp)
+    tensor_of = np.zeros(x.shape, dtype=np.intp) if tensors is None else np.array(tensors, dtype=np.intp)
     sizes = np.bincount(block_of)
     shares = None if alpha is None else np.full(len(sizes), float(alpha))
     iterates, step_sizes, m = [x], [], np.zeros_like(x)
     us: list[Vector] = []
     ns: list[Vector] = []
+    vs: list[Vector] = []
+    past: list[Vector] = []
+    etas: list[Vector] = []
+    diagonals: list[Vector] = []
+    last = np.zeros_like(x)
     for t in range(horizon):
-        eta = np.array(
-            [
-                step_size(
-                    [u[b] for u in us],
-                    [n[b] for n in ns],
-                    smoothness=smoothness,
-                    alpha=0.0 if shares is None else shares[b],
-                )
-                for b in range(len(sizes))
-            ]
-        )
+        eta = np.zeros(len(sizes))
+        for b in range(len(sizes)):
+            a = 0.0 if shares is None else shares[b]
+            u_b, n_b, v_b = ([row[b] for row in rows] for rows in (us, ns, vs))
+            if learner == "measured":
+                s_b = [smoothness * row[b] for row in etas]
+                eta[b] = measured_multiplier(u_b, v_b, s_b, alpha=a) / smoothness
+            else:
+                eta[b] = step_size(u_b, n_b, smoothness=smoothness, alpha=a)
         g = draw(t, x)
+        k = len(g)
+        mean: Any = g[0] if estimator == "paper" else sum(g) / k
+        D = np.ones_like(x)
+        if metric != "euclidean":
+            D = diagonal(past, mean, tensor_of, **(METRICS[metric] if isinstance(metric, str) else metric))
         if estimator == "paper":
-            d, u_each = g[0], g[0] * g[1]
+            u_each = g[0] * g[1] / D
         else:
-            k = len(g)
-            d = sum(g) / k
-            u_each = sum(g[i] * g[j] for i in range(k) for j in range(k) if i != j) / (k * (k - 1))
-        n_each = d**2
-        correction = 1 - momentum ** (t + 1)
+            u_each = sum(g[i] * g[j] / D for i in range(k) for j in range(k) if i != j) / (k * (k - 1))
+        n_each = mean * mean / D
+        low, same_epoch = np.zeros_like(x), 0.0
+        if epoch is not None:
+            low = (n_each - u_each) / epoch
+            same_epoch = 1 - momentum ** (t % epoch)
+        u_each = u_each + low
+        first = n_each.sum()
+        before, correction = (1 - momentum**t, 1 - momentum ** (t + 1)) if bias_correction else (1.0, 1.0)
+        v_each = mean * last + same_epoch * low / (before if t > 0 and before > 0 else 1.0)
         if statistics == "direction":
-            u_each = (momentum * m * d + (1 - momentum) * u_each) / correction
-        m = momentum * m + (1 - momentum) * d
-        d = m / correction
+            u_each = (momentum * (m * mean / D + same_epoch * low) + (1 - momentum) * u_each) / correction
+        m = momentum * m + (1 - momentum) * mean
         if statistics == "direction":
-            n_each = d**2
+            n_each = (m / correction) * (m / correction) / D
+        d = m / correction / D
         us.append(np.array([u_each[block_of == b].sum() for b in range(len(sizes))]))
         ns.append(np.array([n_each[block_of == b].sum() for b in range(len(sizes))]))
-        if shares is None and ns[-1].sum() > 0:
-            shares = kappa * ns[-1].sum() * sizes / x.size
+        if t > 0:
+            vs.append(np.array([v_each[block_of == b].sum() for b in range(len(sizes))]))
+        if shares is None and first > 0:
+            shares = kappa * first * sizes / x.size
         x = x - eta[block_of] * d
+        last = d
+        past.append(mean)
+        diagonals.append(D)
+        etas.append(eta)
         iterates.append(x)
         step_sizes.append(eta[block_of] if blocks is not None else eta[0])
     output = int(np.random.default_rng(seed).integers(horizon)) if horizon else 0
-    return Run(np.array(iterates), np.array(step_sizes), np.array(us), np.array(ns), output)
+    return Run(np.array(iterates), np.array(step_sizes), np.array(us), np.array(ns), output, np.array(diagonals))

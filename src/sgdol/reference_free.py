@@ -6,9 +6,9 @@ these lines and with ``docs/without_smoothness.md``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf, isfinite, sqrt
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -42,8 +42,10 @@ def sgdol_free(
     horizon: int,
     *,
     momentum: float = 0.9,
-    averaging: float = 8.0,
     weight_decay: float = 0.0,
+    averaging: float = 8.0,
+    metric: Literal["rms", "euclidean"] = "rms",
+    tensors: Sequence[int] | None = None,
 ) -> Run:
     r"""SGDOL without a smoothness constant.
 
@@ -52,8 +54,10 @@ def sgdol_free(
         x1: the first point.
         horizon: T, how many batches there are.
         momentum: beta.
-        averaging: a of the polynomial average.
         weight_decay: decoupled.
+        averaging: a of the polynomial average.
+        metric: ``"rms"``, the diagonal D of the roots of mean squared gradients, or ``"euclidean"``, D = 1.
+        tensors: how many coordinates each tensor has, in order; None if there is one tensor.
 
     >>> rng = np.random.default_rng(0)
     >>> noise = rng.normal(size=(200, 2, 2))
@@ -66,8 +70,10 @@ def sgdol_free(
     """
     beta, a = momentum, averaging
     x = np.array(x1, dtype=np.float64)
-    average = x.copy()
+    sizes = [len(x)] if tensors is None else list(tensors)
+    before = average = x.copy()
     m, weight = np.zeros_like(x), 0.0
+    v, w = np.zeros_like(x), 0.0
     t = 0
     S = N = V = 0.0
     penalty = 1.0
@@ -82,25 +88,42 @@ def sgdol_free(
         evaluations += 1
         made = False
         finite = isfinite(fx) and bool(np.isfinite(parts).all())
+        g = _mean(parts)
+
+        # The metric: D of past gradients; at the first point, where there are none, a constant in each tensor.
+        if metric == "euclidean" or not (finite or t):
+            D = np.ones_like(x)
+        else:
+            mean = v / w if t else g**2
+            D = (v + 0.01 * _tensor_means(mean, sizes)) / (w + 0.01) if t else _tensor_means(mean, sizes)
+            D = np.sqrt(D + 1e-4 * mean.mean())
+            D = D / sqrt(np.mean(D**2)) if np.any(D) else np.ones_like(x)
 
         # The first point: one more call to check the closure, then probes along the gradient for a first M.
-        if t == 0 and finite and np.any(_mean(parts)):
-            g = _mean(parts)
+        if t == 0 and finite and np.any(g):
             evaluations += 1
-            length = _norm(x) / 64 or abs(fx) / _norm(g) / 8 or 1.0
+            norm = _norm(g, 1 / D)
+            length = _norm(x, D) / 64 or abs(fx) / norm / 8 or 1.0
+            short, long = [], []
             for _ in range(8):
-                fp, probed = oracle(batch, x - length / _norm(g) * g)
+                fp, probed = oracle(batch, x - length / norm * g / D)
                 evaluations += 1
                 fine = isfinite(fp) and np.isfinite(probed).all()
-                change = _norm(_mean(probed) - g) / _norm(g) if fine else inf
+                change = _norm(_mean(probed) - g, 1 / D) / norm if fine else inf
                 if 1 / 32 <= change <= 1 / 2:
-                    M = change * _norm(g) / length
+                    M = change * norm / length
                     break
-                M = (max(change, 1 / 32) if fine else 1.0) * _norm(g) / length
-                length *= 1 / 64 if not fine else 64 if change == 0 else min(max(1 / 8 / change, 1 / 64), 64)
+                (short if change < 1 / 32 else long).append((length, change))
+                M = norm / 32 / max(short)[0] if short else (change if fine else 1.0) * norm / length
+                if short and long:
+                    length = sqrt(max(short)[0] * min(long)[0])
+                elif not fine:
+                    length /= 64
+                else:
+                    length *= 64 if change == 0 else min(max(1 / 8 / change, 1 / 64), 64)
             Q = Y = M**2
             W = 1.0
-            alpha = _dot(g, g)
+            alpha = norm**2
 
         # 1. The guard on the loss.
         if t >= 10 and (not isfinite(fx) or fx - mu > max(4 * sd, 0.5 * (F0 - mu))):
@@ -117,28 +140,28 @@ def sgdol_free(
         # 2. The look-back.
         g = _mean(parts)
         since += 1
-        unusual = not finite or _norm(g) > 3 * G
+        unusual = not finite or _norm(g, 1 / D) > 3 * G
         if eta > 0 and (since >= 10 or t <= 5 or capped or unusual):
-            before = (x + eta * m / weight) / (1 - eta * weight_decay)
             fp, there = oracle(batch, before)
             evaluations += 1
             if isfinite(fp) and np.isfinite(there).all():
                 since = 0
                 q, s = _mean(there), x - before
-                if _dot(s, s) > 0:
+                ss = _norm(s, D) ** 2
+                if ss > 0:
                     y = g - q
-                    r = _dot(y, s) / _dot(s, s) if finite else 4 * M
-                    if not finite or (r * _dot(s, s) > 4 * abs(_dot(q, s)) and r > M):
+                    r = y @ s / ss if finite else 4 * M
+                    count = sqrt(t + 1)
+                    if not finite or (y @ s > 4 * abs(q @ s) and r > M):
                         x, fx, parts, finite = before, fp, there, True
-                        smax = min(smax, _norm(s) / 2)
+                        smax = min(smax, sqrt(ss) / 2)
                         M = min(r, 2 * M)
-                        Q = Y = M**2
-                        W = 1.0
+                        Q = Y = count * M**2
+                        W = count
                         rejections += 1
                     else:
-                        kept = 0.8 if t <= 5 else 0.999**10
-                        Q, Y, W = kept * Q + r * r, kept * Y + _dot(y, y) / _dot(s, s), kept * W + 1
-                        M = sqrt(max(Q, 1e-6 * Y) / W)
+                        Q, Y, W = Q + count * r**2, Y + count * _norm(y, 1 / D) ** 2 / ss, W + count
+                        M = sqrt(max(Q, 1e-6 * Y) / W) or M
 
         # 3. The step.
         if finite and alpha > 0:
@@ -155,25 +178,27 @@ def sgdol_free(
             g = _mean(parts)
             m = beta * m + (1 - beta) * g
             weight = beta * weight + (1 - beta)
-            d = m / weight
+            length = _norm(m / weight, 1 / D)
             falling = min(max((later - late) / (F0 - late) / 0.15, 0.0), 1.0) if late < F0 else 0.0
             gain = max(4 * alpha + S, 0.5 * sqrt(V))
             cost = 4 * alpha + max(S, 0) / 4 + (1 - 0.5 * falling) * max(N, 0)
             eta = gain / ((M + weight_decay) * cost) / penalty
             penalty = max(1.0, 0.95 * penalty)
             if t == 0:
-                smax = 0.1 * eta * _norm(d) / 2
-            capped = eta * _norm(d) > 2 * smax
+                smax = 0.1 * eta * length / 2
+            capped = eta * length > 2 * smax
             if capped:
-                eta = 2 * smax / _norm(d)
-            smax = max(smax, eta * _norm(d))
+                eta = 2 * smax / length
+            smax = max(smax, eta * length)
             average = average + min(1.0, (a + 1) / (t + 1 + a)) * (x - average)
-            x = x - eta * (d + weight_decay * x)
-            u = _signal(parts)
+            before = x
+            x = x - eta * (m / weight / D + weight_decay * x)
+            u, n = _signal(parts, 1 / D), _norm(g, 1 / D) ** 2
             S += u
-            N += _dot(g, g) - u
-            V += u * u
-            G = max(_norm(g), 0.95 * G)
+            N += n - u
+            V += u**2
+            G = max(sqrt(n), 0.95 * G)
+            v, w = 0.99 * v + g**2, 0.99 * w + 1
             t += 1
             made = True
         elif not finite:
@@ -198,15 +223,18 @@ def _mean(parts: Vector) -> Vector:
     return np.asarray(sum(parts) / len(parts))
 
 
-def _signal(parts: Vector) -> float:
-    """The mean of <g_i, g_j> over i != j."""
+def _signal(parts: Vector, weights: Vector) -> float:
+    """The mean of <g_i, g_j> over i != j, coordinates weighted."""
     k = len(parts)
-    return sum(_dot(parts[i], parts[j]) for i in range(k) for j in range(k) if i != j) / (k * (k - 1))
+    return sum(float(parts[i] @ (weights * parts[j])) for i in range(k) for j in range(k) if i != j) / (k * (k - 1))
 
 
-def _dot(a: Vector, b: Vector) -> float:
-    return float(a @ b)
+def _norm(v: Vector, weights: Vector) -> float:
+    """The root of the weighted sum of squares."""
+    return sqrt(v @ (weights * v))
 
 
-def _norm(v: Vector) -> float:
-    return float(np.linalg.norm(v))
+def _tensor_means(values: Vector, sizes: list[int]) -> Vector:
+    """Each tensor's mean, at each of its coordinates."""
+    pieces = np.split(values, np.cumsum(sizes)[:-1])
+    return np.concatenate([np.full(len(piece), piece.mean()) for piece in pieces])

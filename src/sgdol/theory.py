@@ -7,6 +7,20 @@ Theorems 2 and 7 need :math:`\eta \le 2/M` for the regret bound that they are us
 Symbols: M the smoothness (H4), ``gap`` the initial optimality gap :math:`f(x_1) - f^\star`, T the horizon, L a bound
 on the norm of a stochastic gradient (H3), :math:`\sigma_t^2` the variance of one (H2), mu the constant of the
 Polyak-Lojasiewicz condition (H5).
+
+**In a metric** (:mod:`sgdol.metrics`). Let :math:`D_t > 0` be a diagonal that is known before step t, and let
+
+.. math:: f(x + s) \le f(x) + \langle\nabla f(x), s\rangle + \frac M2 \|s\|_{D_t}^2 \quad\text{for all } x, s, t.
+
+Then Theorems 2 and 4 and the symmetric rate hold word for word with every norm of a gradient taken in
+:math:`D_t^{-1}`: M is the constant above, L bounds :math:`\|g\|_{D_t^{-1}}`, :math:`\sigma_t^2` is
+:math:`E\|g - \nabla f\|^2_{D_t^{-1}}`, and what is bounded is the mean of :math:`\|\nabla f(x_t)\|^2_{D_t^{-1}}`.
+*Proof.* The step is :math:`s = -\eta D_t^{-1} d`, so :math:`\|s\|_{D_t}^2 = \eta^2 n_t`, and
+:math:`E_t \langle\nabla f, D_t^{-1} d\rangle = \|\nabla f\|^2_{D_t^{-1}} = E_t u_t`, because :math:`D_t` is fixed given
+the past: :math:`E_t[f(x_{t+1}) - f(x_t)] \le E_t \ell_t(\eta_t)`, which is Theorem 1. What follows it in the paper uses
+nothing of the norm but Cauchy-Schwarz. Sums telescope f and no distance, so that D may move up and down. The first
+step of :class:`sgdol.metrics.RMS` with several tensors is not covered: its D sees the present gradient's means over
+each tensor. :func:`in_metric` gives constants that serve for every such D with a floor.
 """
 
 from __future__ import annotations
@@ -22,8 +36,10 @@ from sgdol.learners import LARGEST_MULTIPLIER
 
 __all__ = [
     "CoordinateBounds",
+    "MetricConstants",
     "best_fixed_step_size",
     "ftrl_regret_bound",
+    "in_metric",
     "regret",
     "symmetric_rate",
     "theorem_2",
@@ -179,6 +195,40 @@ def symmetric_rate(
         raise ValueError(f"k must be at least 2, got {k!r}")
     log_term = 2 * k / (k - 1) * (lipschitz**4 / alpha + lipschitz**2 * math.log1p(lipschitz**2 * horizon / alpha))
     return _rate(smoothness, gap, log_term, alpha, variance_sum / k) / horizon
+
+
+class MetricConstants(NamedTuple):
+    """The constants of Theorems 2 and 4 in a metric."""
+
+    smoothness: float
+    """M in D."""
+    lipschitz: float
+    """L in D^-1."""
+    variance_sum: float
+    """The sum of the variances in D^-1."""
+
+
+def in_metric(*, floor: float, smoothness: float, lipschitz: float, variance_sum: float) -> MetricConstants:
+    r"""Constants that serve in every diagonal metric with :math:`D_t \ge \delta`, from Euclid's.
+
+    .. math:: \frac M2\|s\|^2 \le \frac{M}{2\delta}\|s\|_D^2, \qquad \|g\|_{D^{-1}}^2 \le \frac{\|g\|^2}{\delta}
+
+    :class:`sgdol.metrics.RMS` has the floor :math:`\delta = \sqrt{k_1/(1 + k_1)}`, and :math:`D \le \sqrt d`, so that
+    :math:`\|\nabla f\|^2 \le \sqrt d\, \|\nabla f\|_{D^{-1}}^2`. A metric that fits the problem does much better
+    than these: its M is the largest curvature after rescaling.
+
+    Args:
+        floor: delta, positive.
+        smoothness: M for Euclid's norm.
+        lipschitz: L for Euclid's norm.
+        variance_sum: the sum of the variances for Euclid's norm.
+
+    >>> in_metric(floor=0.25, smoothness=2.0, lipschitz=1.0, variance_sum=3.0)
+    MetricConstants(smoothness=8.0, lipschitz=2.0, variance_sum=12.0)
+    """
+    _positive(floor=floor, smoothness=smoothness, lipschitz=lipschitz)
+    _non_negative(variance_sum=variance_sum)
+    return MetricConstants(smoothness / floor, lipschitz / math.sqrt(floor), variance_sum / floor)
 
 
 def theorem_6(*, smoothness: float, pl_constant: float, gap: float, horizon: int) -> float:

@@ -12,7 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.quality import Method, contenders, figure, get_method, get_problem, run, tables, training
+from benchmarks.quality import (
+    Method,
+    contenders,
+    digest,
+    figure,
+    get_method,
+    get_problem,
+    methods,
+    page,
+    problems,
+    run,
+    tables,
+    training,
+)
 from benchmarks.quality.__main__ import main
 from benchmarks.quality.harness import Cache, Line, Settings, measure, measure_all, tune
 
@@ -101,7 +114,7 @@ def test_the_harness_average_is_the_polynomial_average_of_the_optimizer_and_of_d
 def test_a_diverged_run_has_the_starting_gap():
     problem = get_problem("rosenbrock-10d")
     result = run(problem, get_method("sgd"), seed=1, rate=10.0)
-    assert result.outcomes["last"] == training.Outcome(gap=result.start, accuracy=None, diverged=True)
+    assert result.outcomes["last"] == training.Outcome(gap=result.start, accuracy=None, validation=None, diverged=True)
     assert result.start == 9.0
     assert result.evaluations < 20  # nothing finite is left: it stops
 
@@ -167,18 +180,15 @@ def test_tuning_goes_down_if_everything_diverged_and_says_that_it_is_at_an_edge(
     assert (rate, edge) == (1e-6, True)
 
 
-def measured(folder, jobs=1):
+def measured(folder, jobs=1, saved=(), package=None):
     suite = [get_problem(n) for n in ("rosenbrock-2d", "quadratic-additive-1e2")]
     chosen = [c for c in contenders() if c.method.name in ("sgd", "dog", "sgdol")]
-    return measure_all(suite, chosen, folder, QUICK, jobs, report=lambda text: None)
+    chosen = [c for c in chosen if package in (None, c.method.package)]
+    return measure_all(suite, chosen, folder, QUICK, jobs, saved, report=lambda text: None)
 
 
 def test_a_second_measurement_comes_from_the_cache_and_is_the_same(tmp_path, monkeypatch):
     first = measured(tmp_path)
-
-    def never(*arguments, **options):
-        raise AssertionError("ran again")
-
     monkeypatch.setattr(training, "run", never)
     assert measured(tmp_path) == first
 
@@ -238,6 +248,43 @@ def test_contenders_of_one_training_share_its_runs(tmp_path):
     assert {line.point for line in lines} == {"average"}
 
 
+def never(*arguments, **options):
+    raise AssertionError("ran again")
+
+
+def test_saved_lines_of_which_nothing_changed_are_not_run_again(tmp_path, monkeypatch):
+    first = measured(tmp_path / "once")
+    tables.write_runs(tmp_path / "saved.csv", first)
+    saved = tables.read_runs(tmp_path / "saved.csv")
+    monkeypatch.setattr(training, "run", never)
+    again = measured(tmp_path / "empty", saved=[r for r in saved if r.method != "sgdol"], package="torch")
+    assert [(r.contender, r.seed) for r in again] == [(r.contender, r.seed) for r in first if r.method == "sgd"]
+    with pytest.raises(AssertionError, match="ran again"):
+        measured(tmp_path / "empty", saved=[dataclasses.replace(r, digest="other") for r in saved], package="torch")
+
+
+def test_a_digest_knows_the_code_of_its_own_problem_and_no_other():
+    problem = get_problem("gru-adding")
+    reached = digest.reached([problem.build])
+    assert {name.rpartition(".")[2] for name in reached} >= {"adding", "Recurrent", "GATES", "Supervised", "Finite"}
+    assert not any("Classifier" in name or "transformer" in name.lower() for name in reached)
+    data_of = {n for n in digest.reached([get_problem("adapters-digits").build]) if ".data." in n}
+    assert data_of >= {"benchmarks.quality.data.digits", "benchmarks.quality.data.mnist"}
+
+
+def test_comments_and_docstrings_are_no_part_of_a_digest():
+    def plain():
+        return 1
+
+    first = digest.source(plain)
+
+    def plain():
+        """Which is one."""
+        return 1  # as said
+
+    assert digest.source(plain) == first == "def plain():\n    return 1"
+
+
 @pytest.mark.slow
 def test_two_processes_give_the_same_table_as_one(tmp_path):
     assert measured(tmp_path / "two", jobs=2) == measured(tmp_path / "one")
@@ -255,8 +302,8 @@ def test_dog_starts_as_its_documentation_says_for_batchnorm():
 def line(contender, problem, seed, gap, group=tables.TUNED, kind="mlp", **more):
     plain = Line(
         half="development", problem=problem, kind=kind, contender=contender, group=group, method="m", point="last",
-        learning_rate=0.1, edge=False, seed=seed, gap=gap, start=100.0, accuracy=0.5, diverged=False, evaluations=110,
-        steps=100,
+        learning_rate=0.1, edge=False, seed=seed, gap=gap, start=100.0, constant=50.0, accuracy=0.5, validation=None,
+        diverged=False, evaluations=110, steps=100, digest="",
     )  # fmt: skip
     return dataclasses.replace(plain, **more)
 
@@ -308,17 +355,57 @@ def test_effects_compare_two_contenders_run_by_run():
 def test_verdicts_say_who_is_better():
     rows = tables.summarise(
         [
-            line(tables.OURS_FREE, "p", 1, 3.0, tables.FREE),
-            line("Prodigy", "p", 1, 2.0, tables.FREE),
-            line(tables.OURS, "p", 1, 1.0),
-            line("Adam", "p", 1, 1.5),
+            line(methods.OURS_FREE, "p", 1, 3.0, tables.FREE, accuracy=0.9),
+            line("Prodigy", "p", 1, 2.0, tables.FREE, accuracy=0.8),
+            line(methods.OURS, "p", 1, 1.0),
+            line("Adam + averaging", "p", 1, 1.5),
         ],
         "development",
     )
-    verdicts = tables.verdicts(rows)
-    assert [v.split(":")[0] for v in verdicts] == ["- Does not hold", "- Does not hold", "- Does not hold", "- Holds"]
-    assert "Prodigy (2.00)" in verdicts[0]
-    assert "3.00 times" in verdicts[2]
+    said = page.verdicts(rows)
+    assert [v.split(":")[0] for v in said] == [
+        "- Does not hold", "- Does not hold", "- Holds", "- Holds", "- Does not hold", "- Holds",
+    ]  # fmt: skip
+    assert "Prodigy (2.00)" in said[0]
+    assert "validation rank (1.0)" in said[2]
+    assert "2.00 times" in said[4]
+
+
+def test_a_problem_is_failed_if_most_of_its_runs_are_no_better_than_a_constant_predictor():
+    lines = [
+        *(line("Adam", "p", seed, gap) for seed, gap in enumerate([49.6, 60.0, 1.0])),  # of 50: two of three failed
+        *(line("Adam", "q", seed, gap) for seed, gap in enumerate([49.4, 49.0, 60.0])),  # one of three
+        line("SGD", "p", 0, 100.0, diverged=True, constant=200.0),
+    ]
+    failed = {row.contender: row.failed for row in tables.summarise(lines, "development")}
+    assert failed == {"Adam": 1, "SGD": 1}
+
+
+def test_ranks_are_by_accuracy_or_loss_on_kept_samples_and_the_diverged_are_last():
+    lines = [
+        *(line(c, "classes", 1, 1.0, accuracy=a) for c, a in (("a", 0.9), ("b", 0.9), ("c", 0.2))),
+        *(line(c, "losses", 1, 1.0, accuracy=None, validation=v) for c, v in (("a", 5.0), ("b", 2.0), ("c", None))),
+        *(line(c, "nothing kept", 1, 1.0, accuracy=None) for c in "abc"),
+    ]
+    assert tables.ranks(lines) == {"a": (1.5 + 2) / 2, "b": (1.5 + 1) / 2, "c": 3.0}
+
+
+def test_a_contender_that_was_not_run_on_every_problem_is_named_and_not_compared():
+    lines = [line("Adam", "p", 1, 1.0), line("Adam", "q", 1, 1.0), line("SGD", "p", 1, 0.1)]
+    kept, partial = tables.complete(lines, "development")
+    assert ({r.contender for r in kept}, partial) == ({"Adam"}, ["SGD"])
+    assert "Left out, because not run on all problems: SGD." in page.markdown(lines, {})
+
+
+def test_a_panel_of_the_figure_has_at_most_eight_lines_and_a_method_one_colour():
+    assert max(len(figure.LEFT), len(figure.RIGHT)) <= 8
+    labels = {c.label for c in contenders()}
+    assert figure.LEFT.keys() | figure.RIGHT.keys() <= labels
+    colours = {}
+    for panel in (figure.LEFT, figure.RIGHT):
+        for label, (colour, _) in panel.items():
+            base = label.replace("AdamW", "Adam").partition(",")[0].partition(" ")[0]
+            assert colours.setdefault(base, colour) == colour
 
 
 def test_runs_survive_being_written_and_read(tmp_path):
@@ -341,6 +428,31 @@ def test_tables_and_plot_are_made_from_saved_runs_and_are_the_same_each_time(tmp
     main(["tables", "--out", str(tmp_path)])
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == made
     assert "Free" in capsys.readouterr().out
+
+
+def test_lines_of_a_package_that_is_left_out_stay_as_they_are_saved(tmp_path, monkeypatch):
+    suite = tuple(map(get_problem, ("rosenbrock-10d", "logistic-cancer", "mlp-digits")))  # also those of the probes
+    few = [c for c in contenders() if c.label in ("SGD", "SGDOL")]
+    monkeypatch.setattr(problems, "suite", lambda: suite)
+    monkeypatch.setattr(methods, "contenders", lambda: few)
+    arguments = [
+        "measure",
+        "--half",
+        "development",
+        "--smoke",
+        "--cache",
+        str(tmp_path / "runs"),
+        "--out",
+        str(tmp_path),
+    ]
+    main(arguments)
+    saved = tmp_path / "quality-runs-development.csv"
+    by_hand = [dataclasses.replace(r, gap=0.5) if r.contender == "SGDOL" else r for r in tables.read_runs(saved)]
+    tables.write_runs(saved, by_hand)
+    main([*arguments, "--without-package", "sgdol"])
+    assert tables.read_runs(saved) == by_hand
+    main(arguments)
+    assert tables.read_runs(saved) != by_hand
 
 
 def test_the_half_has_to_be_named(capsys):

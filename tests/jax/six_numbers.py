@@ -57,3 +57,15 @@ def loop(optimizer, stacks, params, state):
 
     (_, state), path = jax.jit(lambda carry, xs: jax.lax.scan(step, carry, xs))((params, state), stacks)
     return state, path
+
+
+def replicate(optimizer, recorded):
+    """The last iterate and the states of all replicas, each with one of the gradients: devices as vmap has them."""
+    update = jax.jit(jax.vmap(optimizer.update, in_axes=(0, None, None), out_axes=0, axis_name="replicas"))
+    params = tree(np.zeros(6))
+    state = optimizer.init(params)
+    for stack in recorded:
+        updates, states = update(tree(stack), state, params)
+        params = jax.tree.map(lambda p, u: p + u[0], params, updates)
+        state = jax.tree.map(lambda leaf: leaf[0], states)
+    return flat(params), states

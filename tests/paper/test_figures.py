@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sgdol.paper import figures
+from sgdol.paper.experiments import FIGURES
 from sgdol.paper.measures import Reader
 
 PAPER = {  # number: (rows, whether each row's vertical axis is logarithmic)
@@ -30,14 +31,14 @@ def test_panels_and_axes_are_those_of_the_paper(number, written_results):
     for row, (_, scale) in zip(axes, PAPER[number], strict=True):
         assert {axis.get_xscale() for axis in row} == {"log"}
         assert {axis.get_yscale() for axis in row} == {scale}
-    assert figures.FIGURES[number].rows == tuple(name for name, _ in PAPER[number])
+    assert FIGURES[number][1].rows == tuple(name for name, _ in PAPER[number])
 
 
 def test_the_methods_are_those_of_the_captions():
-    assert figures.FIGURES[1].methods == ("SGDOL Global", "SGD", "AdaGrad Global", "Adam")
-    assert set(figures.FIGURES[2].methods) == {"SGDOL Global", "SGD", "SGD GL", "AdaGrad Global", "Adam"}
+    assert FIGURES[1][1].methods == ("SGDOL Global", "SGD", "AdaGrad Global", "Adam")
+    assert set(FIGURES[2][1].methods) == {"SGDOL Global", "SGD", "SGD GL", "AdaGrad Global", "Adam"}
     others = {"SGDOL Global", "AdaGrad Coordinate", "RMSProp", "AdaDelta", "AMSGrad", "Hypergradient"}
-    assert set(figures.FIGURES[3].methods) == set(figures.FIGURES[4].methods) == others
+    assert set(FIGURES[3][1].methods) == set(FIGURES[4][1].methods) == others
 
 
 def test_the_legend_shows_the_rates(written_results):
@@ -60,7 +61,7 @@ def test_adam_has_no_line_among_the_step_sizes(written_results):
 
 
 def test_no_two_methods_of_a_figure_share_a_colour_or_a_marker():
-    for layout in figures.FIGURES.values():
+    for _, layout in FIGURES.values():
         for one, other in itertools.combinations(layout.methods, 2):
             assert figures.LOOKS[one].colour != figures.LOOKS[other].colour
             assert figures.LOOKS[one].marker != figures.LOOKS[other].marker

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from sgdol import cli
 from sgdol.paper.methods import METHODS
 from sgdol.paper.reproduce import reproduce
 from sgdol.paper.results import SUMMARY_COLUMNS, Configuration, Results, ResultsError
-
-
-@pytest.fixture(scope="module")
-def small_data(tmp_path_factory):
-    """A LIBSVM file of 40 samples."""
-    rng = np.random.default_rng(0)
-    lines = []
-    for row in range(40):
-        indices = np.sort(rng.choice(np.arange(1, 124), size=14, replace=False))
-        lines.append(f"{'+1' if row % 2 else '-1'} " + " ".join(f"{i}:1" for i in indices) + "\n")
-    path = tmp_path_factory.mktemp("data") / "small"
-    path.write_text("".join(lines))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def arguments(small_data):
-    return {"horizon": 60, "repeats": 2, "data": small_data}
 
 
 class Watcher:
@@ -51,15 +34,17 @@ class Watcher:
 
 
 @pytest.fixture(scope="module")
-def complete(arguments, tmp_path_factory):
-    """A small run of everything, in this process."""
-    watcher = Watcher()
-    folder = tmp_path_factory.mktemp("results") / "complete"
-    return reproduce(Configuration(**arguments), folder, watcher), watcher
+def results(reproduction):
+    return Results(reproduction.folder)
+
+
+@pytest.fixture
+def copied(reproduction, tmp_path):
+    return Path(shutil.copytree(reproduction.folder, tmp_path / "copy"))
 
 
 def files(folder):
-    """The bytes of every result; the timings are not one."""
+    """The bytes of every result; the timings are not one, and the report shows them."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -67,16 +52,14 @@ def files(folder):
     }
 
 
-def test_every_run_of_every_method_is_there(complete):
-    results, _ = complete
+def test_every_run_of_every_method_is_there(results):
     expected = {("rosenbrock", n, m) for n in ("sigma=0", "sigma=0.2", "sigma=5") for m in METHODS}
     expected |= {("adult", n, m) for n in ("batch=all", "batch=50", "batch=1") for m in METHODS}
     assert set(results.available()) == expected
     assert len(results.tuned()) == 2 * 8
 
 
-def test_curves_have_what_the_figures_need(complete):
-    results, _ = complete
+def test_curves_have_what_the_figures_need(results):
     for run in results.available():
         curves = results.curves(*run)
         assert curves["mean_squared_gradient"].dims == ("repeat", "iteration")
@@ -92,8 +75,7 @@ def test_curves_have_what_the_figures_need(complete):
         )
 
 
-def test_what_tuning_chose_is_what_the_runs_used(complete):
-    results, _ = complete
+def test_what_tuning_chose_is_what_the_runs_used(results):
     for experiment, method in results.tuned():
         search = results.tuning(experiment, method)
         assert search["rate"].values[search.attrs["index"]] == search.attrs["chosen"]
@@ -107,8 +89,7 @@ def test_what_tuning_chose_is_what_the_runs_used(complete):
             assert attributes["alpha"] == 10.0
 
 
-def test_the_summary_has_the_columns_of_the_design(complete):
-    results, _ = complete
+def test_the_summary_has_the_columns_of_the_design(results):
     lines = (results.folder / "summary.csv").read_text().splitlines()
     assert lines[0] == ",".join(SUMMARY_COLUMNS)
     assert len(lines) == 1 + 66
@@ -117,35 +98,57 @@ def test_the_summary_has_the_columns_of_the_design(complete):
     assert row["objective"] == pytest.approx(float(last["objective"].mean()))
 
 
-def test_progress_and_times_cover_every_part(complete):
-    results, watcher = complete
+ROSENBROCK = {"figures": (2,), "horizon": 50, "repeats": 2}
+
+
+def test_progress_and_times_cover_every_part(tmp_path):
+    watcher = Watcher()
+    results = reproduce(Configuration(**ROSENBROCK), tmp_path, watcher)
     assert watcher.totals == watcher.done
     assert watcher.finished.keys() == watcher.totals.keys() == results.timings().keys()
     assert all(seconds > 0 for seconds in watcher.finished.values())
 
 
-def test_a_second_run_finds_everything_done(complete, arguments):
-    results, _ = complete
-    before = files(results.folder)
+def test_a_second_run_finds_everything_done(copied, reproduction):
+    before = files(copied)
     watcher = Watcher()
-    reproduce(Configuration(**arguments), results.folder, watcher)
+    reproduce(Configuration(**reproduction.arguments), copied, watcher)
     assert not watcher.done
     assert set(watcher.finished.values()) == {0.0}
-    assert files(results.folder) == before
+    assert files(copied) == before
 
 
-def test_lost_files_come_back_with_the_same_bytes_in_any_order(complete, arguments):
-    results, _ = complete
-    before = files(results.folder)
+def test_lost_files_come_back_with_the_same_bytes_in_any_order(copied, reproduction, cached):
+    before = files(copied)
     for lost in (
         "curves/rosenbrock/sigma=5/adam.nc",
         "curves/adult/batch=all/sgd.nc",
         "tuning/rosenbrock/sgd.nc",
         "curves/adult/batch=1/sgdol-global.nc",
     ):
-        (results.folder / lost).unlink()
-    reproduce(Configuration(**arguments), results.folder, workers=1)
-    assert files(results.folder) == before
+        (copied / lost).unlink()
+    subprocess.run(command(copied, reproduction.arguments, workers=1), env=cached, check=True)
+    assert files(copied) == before
+
+
+def test_the_command_leaves_everything(reproduction):
+    names = {path.name for path in reproduction.folder.iterdir()}
+    figures = {f"{name}.{suffix}" for name in ("figure1", "figure4", "tuning") for suffix in ("png", "svg")}
+    assert figures | {"summary.csv", "claims.json", "report.html", "curves", "configuration.json"} <= names
+    assert not [name for name in names if name.startswith(".")]
+    for words in ("rosenbrock: tuning", "rosenbrock: sigma=5", "altogether", "theorem-4", "report.html"):
+        assert words in reproduction.stdout
+
+
+def test_the_command_again_computes_nothing_and_leaves_the_same_bytes(copied, reproduction, monkeypatch, capsys):
+    before = files(copied)
+    (copied / "report.html").unlink()
+    monkeypatch.setattr(sys, "argv", ["sgdol", "reproduce", *reproduction.words, "--out", str(copied)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 0
+    assert "done before" in capsys.readouterr().out
+    assert files(copied) == before
 
 
 def test_a_failure_stops_the_other_parts_and_what_is_written_stays(tmp_path):
@@ -156,9 +159,8 @@ def test_a_failure_stops_the_other_parts_and_what_is_written_stays(tmp_path):
                 raise KeyboardInterrupt
 
     watcher = Impatient()
-    configuration = Configuration(figures=(2,), horizon=50, repeats=2)
     with pytest.raises(KeyboardInterrupt):
-        reproduce(configuration, tmp_path, watcher)
+        reproduce(Configuration(**ROSENBROCK), tmp_path, watcher)
     written = set(Results(tmp_path).available())
     assert ("rosenbrock", "sigma=0", "SGD") in written
     assert ("rosenbrock", "sigma=0.2", "SGD") not in written
@@ -166,16 +168,16 @@ def test_a_failure_stops_the_other_parts_and_what_is_written_stays(tmp_path):
     assert not list(tmp_path.rglob(".unfinished*"))
 
 
-def test_a_folder_at_work_is_refused(tmp_path, arguments):
+def test_a_folder_at_work_is_refused(tmp_path):
     results = Results(tmp_path)
     with results.alone(), pytest.raises(ResultsError, match="another sgdol reproduce is at work"):
-        reproduce(Configuration(**arguments), tmp_path)
+        reproduce(Configuration(**ROSENBROCK), tmp_path)
 
 
-def command(folder, arguments):
+def command(folder, arguments, workers=None):
     code = (
         "import sys; from sgdol.paper.reproduce import reproduce; from sgdol.paper.results import Configuration; "
-        f"reproduce(Configuration(**{arguments!r}), sys.argv[1])"
+        f"reproduce(Configuration(**{arguments!r}), sys.argv[1], workers={workers})"
     )
     return [sys.executable, "-c", code, str(folder)]
 
@@ -193,20 +195,12 @@ def killed(folder, arguments, environment, after):
     return False
 
 
-def check_kills(tmp_path, arguments, kills, seed):
-    # A cache of compiled programs, so that the test spends its time where a kill may hurt.
-    environment = {
-        **os.environ,
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+def check_kills(tmp_path, arguments, environment, kills, seed):
+    # Programs come from a cache, so that the test spends its time where a kill may hurt.
     whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
-    subprocess.run(command(whole, arguments), env=environment, check=True)
     start = time.perf_counter()
-    subprocess.run(command(tmp_path / "timed", arguments), env=environment, check=True)
+    subprocess.run(command(whole, arguments), env=environment, check=True)
     seconds = time.perf_counter() - start
-    assert files(tmp_path / "timed") == files(whole), "the same seed gives the same bytes"
     rng = random.Random(seed)
     struck = 0
     while struck < kills:
@@ -219,10 +213,11 @@ def check_kills(tmp_path, arguments, kills, seed):
     assert files(interrupted) == files(whole)
 
 
-def test_killed_and_run_again_it_ends_with_the_same_bytes(tmp_path):
-    check_kills(tmp_path, {"figures": (2,), "horizon": 2000, "repeats": 2}, kills=1, seed=0)
+def test_killed_and_run_again_it_ends_with_the_same_bytes(tmp_path, reproduction, cached):
+    check_kills(tmp_path, {"figures": (2,), "horizon": 2000, "repeats": 2}, cached, kills=1, seed=0)
 
 
 @pytest.mark.slow
-def test_killed_ten_times_and_run_again_it_ends_with_the_same_bytes(tmp_path, small_data):
-    check_kills(tmp_path, {"horizon": 3000, "repeats": 3, "data": small_data, "seed": 5}, kills=10, seed=1)
+def test_killed_ten_times_and_run_again_it_ends_with_the_same_bytes(tmp_path, reproduction, cached):
+    arguments = {**reproduction.arguments, "horizon": 3000, "seed": 5}
+    check_kills(tmp_path, arguments, cached, kills=10, seed=1)

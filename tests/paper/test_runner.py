@@ -8,7 +8,8 @@ import pytest
 from sgdol.paper import runner
 from sgdol.paper.methods import methods
 from sgdol.paper.problems import AdultClassifier, Noise, Rosenbrock
-from sgdol.paper.runner import Lanes, evaluate, record_iterations, run_noiseless, run_noisy, seed_of, strata
+from sgdol.paper.recording import record_iterations, strata
+from sgdol.paper.runner import Lanes, evaluate, run_noiseless, run_noisy, seed_of
 from sgdol.reference import replay
 
 TABLE = methods()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sgdol.paper.experiments import ADULT, EXPERIMENTS, ROSENBROCK
 from sgdol.paper.methods import methods
 from sgdol.paper.problems import AdultClassifier, Rosenbrock
-from sgdol.paper.tuning import GRIDS, Criterion, Grid, choose, grid_for, tune
+from sgdol.paper.tuning import Criterion, Grid, choose, grid_for, tune
 
 TABLE = methods()
 
@@ -20,7 +21,7 @@ def test_grids_are_the_numbers_that_one_would_type():
 
 
 def test_every_tuned_method_has_a_grid_for_each_of_its_hyperparameters():
-    for grids in GRIDS.values():
+    for grids in (experiment.grids for experiment in EXPERIMENTS.values()):
         assert set(grids) == {name for name, method in TABLE.items() if method.tuned}
         for name, axes in grids.items():
             assert set(axes) == set(TABLE[name].tuned)
@@ -47,7 +48,7 @@ def test_a_step_into_the_flat_region_is_not_admitted(monkeypatch):
     labels = np.sign(features @ rng.normal(size=6) + 0.1)
     problem = AdultClassifier(features, labels)
     grids = {"SGD": {"learning_rate": Grid(1e-1, 1e6)}}
-    (search,) = tune(problem, [TABLE["SGD"]], 300, grids=grids)
+    (search,) = tune(problem, [TABLE["SGD"]], 300, grids=grids, criterion=ADULT.criterion)
     (careless,) = tune(problem, [TABLE["SGD"]], 300, grids=grids, criterion=Criterion())
     assert careless.objective[careless.index] > 0.9
     assert search.objective[search.index] <= search.objective.min() + 0.002
@@ -56,7 +57,7 @@ def test_a_step_into_the_flat_region_is_not_admitted(monkeypatch):
 
 
 def test_sgd_on_rosenbrock_is_tuned_to_the_edge_of_stability():
-    (search,) = tune(Rosenbrock(), [TABLE["SGD"]], 3000)
+    (search,) = tune(Rosenbrock(), [TABLE["SGD"]], 3000, grids=ROSENBROCK.grids, criterion=ROSENBROCK.criterion)
     assert search.chosen == {"learning_rate": 0.002}  # the curvature at the optimum is 1002
     assert search.at_edge == ()
     assert search.diverged[search.hyperparameters["learning_rate"] >= 0.1].all()
@@ -64,7 +65,8 @@ def test_sgd_on_rosenbrock_is_tuned_to_the_edge_of_stability():
 
 
 def test_a_choice_at_the_edge_of_its_grid_is_reported():
-    (search,) = tune(Rosenbrock(), [TABLE["SGD"]], 100, grids={"SGD": {"learning_rate": Grid(1e-5, 1e-4)}})
+    narrow = {"SGD": {"learning_rate": Grid(1e-5, 1e-4)}}
+    (search,) = tune(Rosenbrock(), [TABLE["SGD"]], 100, grids=narrow, criterion=Criterion())
     assert search.at_edge == ("learning_rate",)
     with pytest.raises(ValueError, match="SGD GL has no rate to tune"):
-        tune(Rosenbrock(), [TABLE["SGD GL"]], 100)
+        tune(Rosenbrock(), [TABLE["SGD GL"]], 100, grids=narrow, criterion=Criterion())

@@ -55,7 +55,7 @@ def closure(model, opt, batches):
         loss.backward()
         return loss
 
-    for _ in range(BATCHES // 2):
+    for _ in range(BATCHES):
         opt.step(draw)
     assert next(stream, None) is None
     return [x for x, _ in batches]

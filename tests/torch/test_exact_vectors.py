@@ -1,10 +1,15 @@
 """The optimizer against the reference on the same gradients, in float64, to 1e-12."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from pairs import all_pairs, name, sample
 
 from sgdol import SGDOL, reference
+from sgdol.learners import FTRL, MeasuredCurvature
+from sgdol.torch._guard import Guard
 
 SHAPES = [(3,), (2, 2), ()]
 D = 8
@@ -73,12 +78,12 @@ def run(source: str, gradients: np.ndarray, params, **options) -> np.ndarray:
                     p.grad = torch.tensor(v).reshape(p.shape)
                 opt.step()
         else:
-            draws = iter(step)
 
-            def closure(draws=draws):
-                value = linear_loss(params, next(draws))
-                value.backward()
-                return value
+            def closure(step=step):
+                values = [linear_loss(params, g) / len(step) for g in step]
+                for value in values:
+                    value.backward()
+                return sum(values)
 
             opt.step(closure)
         opt.zero_grad()
@@ -86,49 +91,70 @@ def run(source: str, gradients: np.ndarray, params, **options) -> np.ndarray:
     return np.array(iterates)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("alpha", [None, 10.0, 0.01])
-@pytest.mark.parametrize("granularity", list(BLOCKS))
-@pytest.mark.parametrize("estimator", ["symmetric", "paper"])
-@pytest.mark.parametrize(
-    ("source", "k"),
-    [("microbatches", k) for k in (2, 3, 4, 5)] + [("alternating", 2), ("by hand", 2), ("closure", 2)],
-)
-def test_agrees_with_the_reference(source, k, estimator, granularity, alpha, foreach):
-    gradients, params = vectors(k), parameters()
-    expected = reference.replay(
-        gradients, flat(params), smoothness=SMOOTHNESS, alpha=alpha, estimator=estimator, blocks=BLOCKS[granularity]
+OPTIONS = {
+    "source": ["microbatches", "alternating", "by hand", "closure"],
+    "k": [2, 3, 5],
+    "estimator": ["symmetric", "paper"],
+    "granularity": list(BLOCKS),
+    "alpha": [None, 10.0, 0.01],
+    "kappa": [1.0, 10.0],
+    "momentum": [0.0, 0.8],
+    "statistics": ["direction", "gradient"],
+    "metric": ["euclidean", "rms", "adagrad"],
+    "learner": ["ftrl", "measured"],
+    "foreach": [None, False, True],
+}
+LEARNERS = {"ftrl": FTRL(), "measured": MeasuredCurvature()}
+
+
+def allowed(row) -> bool:
+    """Two gradients where each is a step of its own; alpha or kappa, not both."""
+    return (row["k"] == 2 or row["source"] in ("microbatches", "closure")) and (
+        row["alpha"] is None or row["kappa"] == 1
     )
-    found = run(source, gradients, params, estimator=estimator, granularity=granularity, alpha=alpha, foreach=foreach)
-    np.testing.assert_allclose(found, expected.iterates, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("kappa", [1.0, 10.0])
-@pytest.mark.parametrize("statistics", ["direction", "gradient"])
-@pytest.mark.parametrize("granularity", list(BLOCKS))
-@pytest.mark.parametrize("estimator", ["symmetric", "paper"])
-@pytest.mark.parametrize(("source", "k"), [("microbatches", 2), ("microbatches", 3), ("alternating", 2)])
-def test_momentum_agrees_with_the_reference(source, k, estimator, granularity, statistics, kappa, foreach):
+@pytest.mark.parametrize("row", [*all_pairs(OPTIONS, allowed), *sample(OPTIONS, 40, allowed)], ids=name)
+def test_agrees_with_the_reference(row):
+    options = dict(row)
+    source, k, foreach = (options.pop(key) for key in ("source", "k", "foreach"))
     gradients, params = vectors(k), parameters()
-    options = {"estimator": estimator, "momentum": 0.8, "statistics": statistics, "kappa": kappa}
-    blocks = BLOCKS[granularity]
-    expected = reference.replay(gradients, flat(params), smoothness=SMOOTHNESS, alpha=None, blocks=blocks, **options)
-    found = run(source, gradients, params, granularity=granularity, foreach=foreach, **options)
+    granularity, learner = options.pop("granularity"), options.pop("learner")
+    expected = reference.replay(
+        gradients,
+        flat(params),
+        smoothness=SMOOTHNESS,
+        blocks=BLOCKS[granularity],
+        tensors=BLOCKS["tensor"],
+        learner=learner,
+        **options,
+    )
+    found = run(
+        source, gradients, params, granularity=granularity, foreach=foreach, learner=LEARNERS[learner], **options
+    )
     np.testing.assert_allclose(found, expected.iterates, rtol=1e-12, atol=1e-12)
+
+
+def test_every_pair_of_options_is_tried():
+    rows = all_pairs(OPTIONS, allowed)
+    assert len(rows) < 60
+    tried = {(a, row[a], b, row[b]) for row in rows for a, b in itertools.combinations(OPTIONS, 2)}
+    for a, b in itertools.combinations(OPTIONS, 2):
+        for one, other in itertools.product(OPTIONS[a], OPTIONS[b]):
+            together = {"source": "closure", "k": 2, "alpha": None, "kappa": 1.0, a: one, b: other}
+            assert ((a, one, b, other) in tried) == allowed(together)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("power", [0.0, 8.0])
 @pytest.mark.parametrize("granularity", list(BLOCKS))
-def test_the_average_agrees_with_the_reference(monkeypatch, granularity, power, on_device):
-    if on_device:  # as on an accelerator, where nothing may be read
-        monkeypatch.setattr("sgdol.torch.optimizer._readable", lambda _: False)
+def test_the_average_agrees_with_the_reference(granularity, power, on_device):
     gradients, params = vectors(2), parameters()
     expected = reference.replay(
         gradients, flat(params), smoothness=SMOOTHNESS, alpha=None, estimator="symmetric", blocks=BLOCKS[granularity]
     )
     opt = SGDOL(groups(params), smoothness=SMOOTHNESS, granularity=granularity, averaging=power)
+    opt._guard = Guard(waits=not on_device)  # or as on an accelerator, where nothing may be read
     for step in gradients:
         for g in step:
             (linear_loss(params, g) / 2).backward()

@@ -1,5 +1,6 @@
 """SGDOL without M in PyTorch: against the reference, in other units, interrupted, in parallel, and misused."""
 
+import contextlib
 import copy
 import io
 import math
@@ -20,6 +21,7 @@ from sgdol.reference_free import sgdol_free
 
 D = 6
 SHAPES = [(3,), (1, 2), ()]
+SIZES = [3, 2, 1]
 CUTS = [3, 5]
 
 
@@ -73,6 +75,8 @@ def ledge(seed: int = 0, k: int = 2, noise: float = 0.05):
 
 
 PROBLEMS = {"quadratic": quadratic, "rosenbrock": rosenbrock, "cliff": cliff, "ledge": ledge}
+STEPS = {"ledge": 16, "cliff": 40}
+"""After it has bounced off the wall, roundings grow."""
 
 
 def oracle_of(loss, k: int, scale_f: float = 1.0, scale_x: float = 1.0):
@@ -134,20 +138,23 @@ def train(problem="quadratic", steps=120, k=2, scale_f=1.0, scale_x=1.0, start=S
 
 
 @pytest.mark.parametrize(
-    ("k", "foreach", "options"),
+    ("k", "options"),
     [
-        (2, False, {}),
-        (3, True, {}),
-        (2, False, {"momentum": 0.5, "averaging": 2.0}),
-        (2, True, {"weight_decay": 0.1}),
+        (2, {}),
+        (3, {}),
+        (2, {"momentum": 0.5, "averaging": 2.0}),
+        (2, {"weight_decay": 0.1}),
+        (2, {"metric": "euclidean"}),
+        (3, {"metric": "euclidean", "weight_decay": 0.1}),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("problem", list(PROBLEMS))
-def test_agrees_with_the_reference(problem, k, foreach, options):
-    steps = 16 if problem == "ledge" else 60  # after it has bounced off the wall, roundings grow
-    expected = sgdol_free(oracle_of(PROBLEMS[problem](k=k), k), START, steps, **options)
-    iterates, average, step_sizes, opt, calls = train(problem, steps, k, foreach=foreach, **options)
+def test_agrees_with_the_reference(problem, k, options):
+    steps = STEPS.get(problem, 60)
+    oracle = oracle_of(PROBLEMS[problem](k=k), k)
+    expected = sgdol_free(oracle, START, steps, tensors=SIZES, **options)
+    iterates, average, step_sizes, opt, calls = train(problem, steps, k, **options)
     np.testing.assert_allclose(iterates, expected.iterates, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(average, expected.averages[-1], rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(step_sizes, expected.step_sizes, rtol=1e-11)
@@ -158,10 +165,54 @@ def test_agrees_with_the_reference(problem, k, foreach, options):
     assert len(calls) == expected.evaluations
 
 
-def test_the_problems_reach_every_branch():
+@pytest.mark.parametrize("metric", ["rms", "euclidean"])
+def test_the_problems_reach_every_branch(metric):
     """Else the tests here would not notice a fault in the guard or in a rejection."""
-    assert sgdol_free(oracle_of(ledge(), 2), START, 16).rejections > 0
-    assert sgdol_free(oracle_of(cliff(), 2), START, 60).rollbacks > 0
+    options = {"metric": metric, "tensors": SIZES}
+    assert sgdol_free(oracle_of(ledge(), 2), START, STEPS["ledge"], **options).rejections > 0
+    assert sgdol_free(oracle_of(cliff(), 2), START, STEPS["cliff"], **options).rollbacks > 0
+
+
+def holes(seed: int = 0, k: int = 2):
+    """Batches that are not finite anywhere, the first among them; and a tensor without a gradient at first."""
+    shifts = torch.tensor(0.1 * np.random.default_rng(seed).normal(size=(2000, k, D)))
+    target = torch.tensor([1.0, -1.0, 0.5])
+
+    def loss(x, t, part):
+        product = x[0] * x[3:] + x[:3]
+        value = ((product - target) ** 2).sum() / 2 + (shifts[t, part, :3] * x[:3]).sum()
+        return value * (math.nan if t in (0, 3, 12) else 1.0)
+
+    return loss
+
+
+def link(seed: int = 0, k: int = 2):
+    """An exponential link far from its solution: a probe is too short, and the next one too long."""
+    shifts = torch.tensor(0.01 * np.random.default_rng(seed).normal(size=(2000, k, D)))
+
+    def loss(x, t, part):
+        return (torch.exp(8 * x) - 3 * x).sum() + (shifts[t, part] * x).sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("metric", ["rms", "euclidean"])
+@pytest.mark.parametrize(
+    ("problem", "start"),
+    [(holes, [0.0, 0.4, 0.3, -0.2, 0.1, 0.6]), (link, [0.0] * 6), (link, [-3.0, -2.0, -4.0, -3.0, -2.5, -3.5])],
+    ids=["holes", "link from 0", "link"],
+)
+def test_agrees_with_the_reference_where_little_is_usual(problem, start, metric):
+    expected = sgdol_free(oracle_of(problem(), 2), start, 40, tensors=SIZES, metric=metric)
+    PROBLEMS["special"] = problem
+    try:
+        iterates, average, _, opt, calls = train("special", 40, start=np.array(start), metric=metric)
+    finally:
+        del PROBLEMS["special"]
+    np.testing.assert_allclose(iterates, expected.iterates, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(average, expected.averages[-1], rtol=1e-11, atol=1e-11)
+    assert len(calls) == expected.evaluations
+    assert opt.diagnostics()["skipped"] == expected.skipped == (3 if problem is holes else 0)
 
 
 # Other units ----------------------------------------------------------------------------------------------------------
@@ -180,6 +231,44 @@ def test_powers_of_two_change_nothing_but_the_scale(problem, scale_f, scale_x, s
     np.testing.assert_array_equal(other[1], scale_x * one[1])
     np.testing.assert_array_equal(other[2], one[2] * scale_x**2 / scale_f)
     assert other[4] == one[4]
+
+
+def extreme(x, scale, dtype):
+    """A quadratic whose gradients are about as large as the scale."""
+    curvatures = torch.tensor([1.0, 3.0, 10.0], dtype=dtype)
+    return (scale * curvatures * x * x).sum() / 2
+
+
+@pytest.mark.parametrize("metric", ["rms", "euclidean"])
+@pytest.mark.parametrize(
+    ("dtype", "exponent"),
+    [(torch.float32, -100), (torch.float32, 100), (torch.float64, -500), (torch.float64, 500), (torch.float64, 266)],
+    ids=str,
+)
+def test_gradients_whose_squares_leave_the_range_give_the_same_run(dtype, exponent, metric):
+    """1e30 and 1e-30 in float32, 1e150 and 1e-150 in float64; a loss times 1e80."""
+    runs = []
+    for scale in (1.0, 2.0**exponent):
+        x = nn.Parameter(torch.tensor([1.0, -0.5, 0.25], dtype=dtype))
+        opt = SGDOLFree([x], metric=metric)
+        points = []
+        for t in range(30):
+
+            def closure(x=x, t=t, scale=scale):
+                total = 0.0
+                for part in range(2):
+                    noise = torch.randn(3, generator=torch.Generator().manual_seed(2 * t + part)).to(dtype)
+                    value = extreme(x, scale, dtype) / 2 + 0.1 * (scale * noise * x).sum()
+                    value.backward()
+                    total += float(value.detach())
+                return total
+
+            opt.step(closure)
+            points.append(x.detach().clone())
+        runs.append((torch.stack(points), opt.diagnostics()["smoothness"] / scale))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert runs[0][1] == runs[1][1]
+    assert not torch.equal(runs[0][0][0], runs[0][0][-1])
 
 
 # Networks -------------------------------------------------------------------------------------------------------------
@@ -310,7 +399,7 @@ def test_narrow_parameters_learn_as_wide_ones_do(dtype):
     assert results[1] == pytest.approx(results[0], rel=0.03)
     for p in net.parameters():
         assert opt.state[p]["momentum"].dtype == opt.state[p]["average"].dtype == torch.float32
-        assert set(opt.state[p]) == {"momentum", "average"}  # as many vectors as Adam has
+        assert set(opt.state[p]) == {"momentum", "squares", "average", "previous"}
 
 
 def test_complex_parameters_are_pairs_of_real_ones():
@@ -500,6 +589,137 @@ def test_an_error_in_the_closure_leaves_everything_as_it_was():
     for name, value in net.state_dict().items():
         assert name in buffers or torch.equal(value, before[0][name]), name
     assert opt.state_dict()["param_groups"] == before[1]["param_groups"]
+
+
+class Interrupted(BaseException):
+    """Like Ctrl-C."""
+
+
+@pytest.mark.parametrize("error", [OSError, Interrupted])
+@pytest.mark.parametrize("call", [0, 1, 2])
+@pytest.mark.parametrize("step", [0, 2, 5])
+def test_training_goes_on_after_a_closure_that_raised(step, call, error):
+    """In the first step while it is probed, later inside a look-back: as if the step had not been tried."""
+    results = []
+    for raises in (False, True):
+        net = network()
+        opt = SGDOLFree(net.parameters())
+        train_network(net, opt, 0, step)
+        calls = []
+
+        def closure(net=net, opt=opt, calls=calls, raises=raises):
+            calls.append(1)
+            loss = net_closure(opt, net, batch(step))()
+            if raises and len(calls) == call + 1:
+                raise error("now")
+            return loss
+
+        before = copy.deepcopy(net.state_dict())
+        torch.manual_seed(step)
+        if raises:
+            with pytest.raises(error, match="now") if call < 2 or step == 0 else contextlib.nullcontext():
+                opt.step(closure)
+            if call < 2 or step == 0:
+                for name, value in net.state_dict().items():
+                    buffers_of_the_first_call = call == 0 and name.startswith("1.")
+                    assert buffers_of_the_first_call or torch.equal(value, before[name]), name
+                net.load_state_dict(before)  # the buffers, if it was the first call
+                opt.moved()
+                torch.manual_seed(step)
+                opt.step(net_closure(opt, net, batch(step)))
+        else:
+            opt.step(net_closure(opt, net, batch(step)))
+        results.append(train_network(net, opt, step + 1, step + 8))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda opt: torch.optim.lr_scheduler.StepLR(opt, 10),
+        lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10),
+        lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda t: 1.0),
+        lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10),
+        lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt),
+    ],
+    ids=["step", "cosine", "lambda", "one cycle", "plateau"],
+)
+def test_a_scheduler_is_told_that_there_is_nothing_to_schedule(schedule):
+    opt = SGDOLFree([nn.Parameter(torch.ones(2))])
+    with pytest.raises(KeyError, match=r"SGDOLFree has no learning rate.*Delete the scheduler"):
+        schedule(opt)
+
+
+def test_its_text_is_short():
+    net = network()
+    opt = SGDOLFree(net.parameters())
+    train_network(net, opt, 0, 3)
+    assert "rule" not in repr(opt)
+    assert len(repr(opt)) < 300
+
+
+def test_the_averaged_state_dict_is_the_model_at_the_average():
+    net = network()
+    opt = SGDOLFree(net.parameters())
+    train_network(net, opt, 0, 12)
+    saved = opt.averaged_state_dict(net)
+    assert saved.keys() == net.state_dict().keys()
+    for name, p in net.named_parameters():
+        assert torch.equal(saved[name], opt.state[p]["average"]), name
+        assert not torch.equal(saved[name], p), name
+    train_network(net, opt, 12, 14)
+
+
+def test_a_state_of_other_shapes_is_refused_and_changes_nothing():
+    opt = SGDOLFree([nn.Parameter(torch.ones(2))])
+    opt.step(closure_of_squares(opt))
+    other = SGDOLFree([nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match=r"momentum of parameter 0 has shape \(2,\), the parameter \(3,\)"):
+        other.load_state_dict(opt.state_dict())
+    other.step(closure_of_squares(other))
+
+
+def closure_of_squares(opt):
+    x = opt.param_groups[0]["params"][0]
+
+    def closure():
+        opt.zero_grad()
+        losses = [(x * x).sum() / 2 for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+        return sum(losses)
+
+    return closure
+
+
+OLD_RULE = {
+    "updates": 16, "signal": 40.0, "noise": 8.0, "signal_squares": 900.0, "alpha": 4.0, "momentum_weight": 0.8,
+    "recent_signal": 0.4, "recent_noise": 0.04, "curvature_squares": 36.0, "curvature_weight": 4.0,
+    "norm_squares": 64.0, "smoothness": 3.0, "since": 2, "penalty": 1.0, "longest": 0.5, "largest_gradient": 2.0,
+    "mean_loss": 1.0, "loss_deviation": 0.1, "first_loss": 2.0, "late_loss": 1.0, "later_half_loss": 1.1,
+    "step_size": 0.2, "capped": False, "rejections": 0, "rollbacks": 0, "skipped": 0, "evaluations": 20,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_a_state_that_version_0_1_saved_is_loaded_in_euclids_norm(maximize):
+    """What was learned, in today's units: S/alpha, the root mean squares of the curvatures."""
+    x = nn.Parameter(torch.ones(2))
+    vectors = {"momentum": torch.tensor([1.0, 2.0]), "average": torch.zeros(2)}
+    options = {"momentum": 0.9, "averaging": 8.0, "weight_decay": 0.0, "maximize": maximize, "foreach": None}
+    group = {**options, "step_size": 0.2, "gradients": 2, "rule": OLD_RULE, "params": [0]}
+    opt = SGDOLFree([x], maximize=maximize)
+    opt.load_state_dict({"state": {0: vectors}, "param_groups": [group]})
+    rule = opt.param_groups[0]["rule"]
+    assert opt.param_groups[0]["metric"] == "euclidean"
+    assert (rule["first_norm"], rule["signal"], rule["noise"], rule["signal_root"]) == (2.0, 10.0, 2.0, 7.5)
+    assert (rule["smoothness"], rule["curvature"], rule["stiffness"]) == (3.0, 3.0, 4.0)
+    assert rule["step_size"] == 0  # the point before the last step is not in it
+    assert torch.equal(opt.state[x]["momentum"], (-1 if maximize else 1) * vectors["momentum"])
+    before = x.detach().clone()
+    opt.step(closure_of_squares(opt))
+    assert opt.diagnostics()["updates"] == 17
+    assert bool(((x.abs() > before.abs()) == maximize).all())
 
 
 @pytest.mark.parametrize(

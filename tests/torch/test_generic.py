@@ -252,7 +252,7 @@ def test_gradients_that_a_closure_leaves_are_never_written_to(options, foreach):
         left.append([(p.grad, p.grad._version, p.grad.clone()) for p in problem.params])
         return loss
 
-    for _ in range(2):
+    for _ in range(4):
         problem.opt.step(closure)
     assert len(left) == 4
     for grad, version, value in (one for call in left for one in call):

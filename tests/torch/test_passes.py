@@ -604,40 +604,13 @@ def test_a_parameter_in_one_of_two_steps_counts_as_zero_in_the_other(granularity
 
 @granularities
 @estimators
-@pytest.mark.parametrize("member", [0, 1])
-@pytest.mark.parametrize("zero", [False, True])
-def test_a_parameter_in_one_of_two_calls_of_a_closure_counts_as_zero_in_the_other(granularity, estimator, member, zero):
-    a, b = scalar(), scalar()
-    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity, estimator=estimator)
-    calls = []
-
-    def closure():
-        if zero:
-            opt.zero_grad()
-        g = len(calls) + 1.0
-        loss = g * a + 5 * b if len(calls) == member else g * a
-        calls.append(loss)
-        loss.backward()
-        return loss
-
-    assert opt.step(closure) is calls[0]
-    assert len(calls) == 2
-    if estimator == "symmetric":
-        assert_first_update(opt, u=1 * 2 + 0, n=1.5**2 + 2.5**2)
-    else:
-        assert_first_update(opt, u=1 * 2 + 0, n=1**2 + (5**2 if member == 0 else 0))
-
-
-@granularities
-@estimators
 @pytest.mark.parametrize("when", ["before backward", "half-way through backward"])
-def test_a_closure_that_raises_at_its_second_call_loses_no_gradient(granularity, estimator, when):
+def test_a_closure_that_raises_loses_no_held_gradient(granularity, estimator, when):
     net = network()
     first, second, third = inputs(3)
     batches = iter([first, second, third])
     opt = optimizer(net, granularity, estimator)
     expected = truth(net, objective, [first, third], granularity, estimator)
-    gradients = torch.autograd.grad(objective(net, first), list(net.parameters()))
 
     def closure():
         opt.zero_grad()
@@ -650,13 +623,10 @@ def test_a_closure_that_raises_at_its_second_call_loses_no_gradient(granularity,
         loss.backward()
         return loss
 
+    opt.step(closure)
     with pytest.raises(RuntimeError, match="half-way"):
         opt.step(closure)
     assert opt.pending
-    assert all(p.grad is not None for p in net.parameters())
-    reached = net[:2] if when == "half-way through backward" else net
-    for p, g in zip(reached.parameters(), gradients, strict=False):
-        assert torch.equal(p.grad, g)
     opt.step(closure)  # the first gradient is still held
     assert not opt.pending
     assert_equal(flat(net), expected)

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.mark.parametrize(
     ("module", "package"),
-    [("lightning", "lightning.pytorch"), ("huggingface", "transformers"), ("accelerate", "accelerate")],
+    [("lightning", "lightning"), ("huggingface", "transformers"), ("accelerate", "accelerate")],
 )
 def test_a_missing_framework_is_named_with_the_extra(monkeypatch, module, package):
     monkeypatch.setitem(sys.modules, package, None)

@@ -17,7 +17,12 @@
 True
 """
 
+# ruff: noqa: E402  # what is missing is said before anything needs it
 from __future__ import annotations
+
+from sgdol._extras import require
+
+require("sgdol.jax", "jax", "jax", "optax")
 
 from sgdol.jax._averaging import PolynomialAverageState, averaged_params
 from sgdol.jax._blocks import GRANULARITIES

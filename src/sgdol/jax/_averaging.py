@@ -1,10 +1,4 @@
-r"""The polynomial average of the iterates, which the optimizer keeps in its state.
-
-.. math:: \bar x_t = \bar x_{t-1} + \min\left(1, \frac{a + 1}{t + a}\right) (x_{t+1} - \bar x_{t-1})
-
-weights the point after update t in proportion to about :math:`t^a`: a = 0 is the uniform average. (Shamir and Zhang
-2013.)
-"""
+"""The polynomial average of the iterates (:mod:`sgdol.averaging`), which the optimizer keeps in its state."""
 
 from __future__ import annotations
 
@@ -14,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sgdol import averaging
 from sgdol.jax._search import find
 
 __all__ = ["PolynomialAverageState", "averaged_params", "follow", "start"]
@@ -48,7 +43,7 @@ def follow(
     def one(average: jax.Array, x: jax.Array) -> jax.Array:
         real = jnp.finfo(average.dtype).dtype
         t, a = count.astype(real), jnp.asarray(power, real)
-        weight = jnp.where(moved, jnp.minimum(1.0, (a + 1) / jnp.maximum(t + a, a + 1)), 0.0)
+        weight = jnp.where(moved, averaging.weight(t, a), 0.0)
         return jnp.where(weight > 0, average + weight * (x.astype(average.dtype) - average), average)
 
     return PolynomialAverageState(jax.tree.map(one, state.average, optax.apply_updates(params, updates)))

@@ -59,6 +59,11 @@ class Blocks:
         return [jnp.zeros(() if self.granularity == "global" else self._count, self.dtype)]
 
     @property
+    def dtypes(self) -> list[Any]:
+        """The types of the leaves: real, at least float32."""
+        return self._dtypes
+
+    @property
     def dtype(self) -> Any:
         """The widest type of the leaves, at least float32: that of sums over several leaves."""
         return jnp.result_type(jnp.float32, *self._dtypes)
@@ -100,13 +105,21 @@ class Blocks:
             return [1.0 / total] * len(self._sizes)
         return [jnp.asarray([sum(part) for part in self.members(self._sizes)], self.dtype) / total]
 
+    def tree(self, values: list[Any]) -> Any:
+        """One thing per leaf, as a tree like the parameters."""
+        return jax.tree.unflatten(self._tree, values)
+
+    def leaves(self, tree: Any) -> list[Any]:
+        """The list again."""
+        return self._tree.flatten_up_to(tree)
+
     def pack(self, values: list[Any]) -> Any:
         """A list of arrays as it stands in the optimizer's state."""
-        return jax.tree.unflatten(self._tree, values) if self.per_coordinate else values[0]
+        return self.tree(values) if self.per_coordinate else values[0]
 
     def unpack(self, state: Any) -> list[Any]:
         """The list of arrays again."""
-        return self._tree.flatten_up_to(state) if self.per_coordinate else [state]
+        return self.leaves(state) if self.per_coordinate else [state]
 
     def pack_states(self, states: list[Any], kind: Any) -> Any:
         """A learner's states, all of the tree structure ``kind``, as one state whose leaves are packed."""

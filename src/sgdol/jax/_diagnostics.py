@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from sgdol import summary
 from sgdol.jax import _record
 from sgdol.jax._core import ScaleBySGDOLState
+from sgdol.jax._free import SGDOLFreeState
 from sgdol.jax._search import find
 
 __all__ = ["diagnostics"]
@@ -19,15 +23,21 @@ def diagnostics(state: Any) -> dict[str, Any]:
     * ``step_size``: eta of the last update, as a list: for ``"group"`` one per label, in the order in which the labels
       first occur; else one (for ``"tensor"`` and ``"coordinate"`` the length of the move over that of the direction).
       Without the base rate, in the state of :func:`scale_by_sgdol` alone, it is the multiplier.
-    * ``signal_to_noise``: :math:`\sum u / \sum (n - u)` over the recent updates: signal and noise of the direction.
+    * ``signal_to_noise``: :math:`\sum u / \sum (n - u)` over about the last hundred updates: signal and noise of the
+      direction, from 0 to :math:`2^{52}` (no noise).
     * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have as
-      much signal as noise. Times the microbatch size it is the "simple" one of McCandlish et al. (2018).
-    * ``updates``, ``skipped`` (non-finite gradients), ``gradients`` (k of the last update), ``pending``.
+      much signal as noise. From 0 to infinity (no signal); times the microbatch size it is the "simple" one of
+      McCandlish et al. (2018). Both are not a number before the first update.
+    * ``updates``, ``skipped`` (non-finite gradients), ``gradients`` (k of the last update).
+    * ``pending``: whether a gradient is held.
     * ``identical``: how many updates were given the same gradient twice. Unless the objective has no noise, that is a
       mistake: draw a fresh batch for every gradient, split a batch with :func:`sgdol.jax.microbatch_grads`, and give
       each device its own data.
     * ``cumulative_surrogate``: :math:`\sum_t \ell_t(\eta_t)`, which bounds the change of f in expectation.
     * ``regret``: that minus what the best fixed multiple of lr would have had, for all blocks the same.
+
+    Of :func:`sgdol_free` instead of the last four ``smoothness`` (M as measured so far), ``evaluations`` (of a batch),
+    ``rejections`` (steps taken back after a look-back) and ``rollbacks`` (returns to the average).
 
     Args:
         state: the state of an optimizer that has one SGDOL in it, however deep; with ``optax.partition``, the part of
@@ -44,13 +54,30 @@ def diagnostics(state: Any) -> dict[str, Any]:
     >>> now["updates"], now["gradients"], round(now["step_size"][0], 6)
     (1, 2, 0.1)
     """
-    found = find(state, ScaleBySGDOLState)
+    found = find(state, ScaleBySGDOLState) + find(state, SGDOLFreeState)
     if len(found) != 1:
         paths = ", ".join(f"state{path}" for path, _ in found) or f"none in {type(state).__name__}"
         raise ValueError(
             f"diagnostics needs a state with one SGDOL in it; give one of several by itself. Found: {paths}"
         )
-    inner: ScaleBySGDOLState = found[0][1]
+    inner: Any = found[0][1]
+    if isinstance(inner, SGDOLFreeState):
+        return _of_free(inner)
     if not isinstance(inner.record, _record.Record):
         raise ValueError("this optimizer keeps no record: it was constructed with record=False")
-    return _record.report(inner.record, inner.count, inner.pending)
+    unit = 1.0 if isinstance(inner.unit, tuple) else inner.unit
+    return _record.report(inner.record, inner.count, inner.pending, unit)
+
+
+def _of_free(state: SGDOLFreeState) -> dict[str, Any]:
+    rule, plain = state.rule, _record.plain
+    signal, noise, steps = (np.asarray(v, np.float64) for v in (rule.recent_signal, rule.recent_noise, rule.step_size))
+    return {
+        "step_size": steps if steps.ndim else [steps.item()],
+        "smoothness": plain(rule.smoothness),
+        "signal_to_noise": plain(summary.signal_to_noise(signal, signal + noise)),
+        "noise_scale": plain(summary.noise_scale(signal, signal + noise, np.asarray(state.gradients))),
+        **{name: plain(getattr(rule, name)) for name in ("updates", "skipped")},
+        "gradients": plain(state.gradients),
+        **{name: plain(getattr(rule, name)) for name in ("evaluations", "rejections", "rollbacks")},
+    }

@@ -1,7 +1,7 @@
-r"""SGDOL without M as an optax gradient transformation: the algorithm of :mod:`sgdol.free`, without branches.
+r"""SGDOL without M as an optax gradient transformation: :mod:`sgdol.free` decides, here are the vectors.
 
-Whatever :mod:`sgdol.free` decides with ``if`` is a ``jnp.where`` here, so that it runs under ``jit``, ``scan`` and
-``vmap``. Only the extra evaluations are real branches, ``lax.cond``, that cost nothing where they are not taken.
+It runs under ``jit``, ``scan`` and ``vmap``. The extra evaluations are ``lax.cond``, so that they cost nothing where
+they are not made; every other choice is a ``where``.
 """
 
 from __future__ import annotations
@@ -13,58 +13,36 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sgdol import surrogate
-from sgdol.free import AIM, PROBED, Settings
+from sgdol import averaging as averages
+from sgdol import free, metrics
+from sgdol.free import Settings, State
 from sgdol.jax._averaging import PolynomialAverageState
 from sgdol.jax._checks import check_number
+from sgdol.jax._geometry import choose_unit
+from sgdol.metrics import Means, Metric
 
 __all__ = ["SGDOLFreeState", "sgdol_free"]
 
-PROBES = 8
-"""How many points the first step may probe for a first M."""
-
 Evaluate = Callable[[Any], tuple[jax.Array, Any]]
-
-
-class Learned(NamedTuple):
-    """What has been learned so far: the fields of :class:`sgdol.free.Rule`, as scalars."""
-
-    updates: jax.Array
-    signal: jax.Array
-    noise: jax.Array
-    signal_squares: jax.Array
-    alpha: jax.Array
-    momentum_weight: jax.Array
-    curvature_squares: jax.Array
-    curvature_weight: jax.Array
-    norm_squares: jax.Array
-    smoothness: jax.Array
-    since: jax.Array
-    penalty: jax.Array
-    longest: jax.Array
-    largest_gradient: jax.Array
-    mean_loss: jax.Array
-    loss_deviation: jax.Array
-    first_loss: jax.Array
-    late_loss: jax.Array
-    later_half_loss: jax.Array
-    step_size: jax.Array
-    capped: jax.Array
-    rejections: jax.Array
-    rollbacks: jax.Array
-    skipped: jax.Array
-    evaluations: jax.Array
 
 
 class SGDOLFreeState(NamedTuple):
     """Everything that the optimizer remembers between two calls of ``update``."""
 
-    learned: Learned
-    """Numbers; ``learned.step_size``, ``learned.smoothness`` and ``learned.evaluations`` are worth a look."""
+    rule: State
+    """Numbers; ``rule.step_size``, ``rule.smoothness`` and ``rule.evaluations`` are worth a look."""
     trace: Any
-    """The momentum m, of the shape of the parameters."""
+    """The momentum m, of the shape of the parameters, in units of ``unit``."""
+    metric: Any
+    """What the metric remembers of each leaf, of gradients in units of ``unit``."""
     average: PolynomialAverageState
     """The average, for :func:`sgdol.jax.averaged_params`."""
+    previous: Any
+    """The point before the last step."""
+    unit: jax.Array
+    """1, or a power of two that brings the gradients into the range where their squares can be added."""
+    gradients: jax.Array
+    """K of the last update."""
 
 
 class _Point(NamedTuple):
@@ -73,25 +51,64 @@ class _Point(NamedTuple):
     x: Any
     loss: jax.Array
     g: Any
-    u: jax.Array
-    n: jax.Array
+    """The mean gradient, in units."""
+    norm: jax.Array
+    """||g|| in the metric..."""
+    squares: jax.Array
+    """...and the root of the sum of the squared norms of the k contributions to it."""
     finite: jax.Array
 
 
-class _Probe(NamedTuple):
-    """How far the search for a first M has come."""
+class _Norm:
+    """The norm of this step: D of each leaf, from past gradients; without a past, from these."""
 
-    length: jax.Array
-    smoothness: jax.Array
-    told: jax.Array
-    count: jax.Array  # type: ignore[assignment]
+    def __init__(self, metric: Metric, states: list[Any], g: Any, unit: jax.Array, kind: Any) -> None:
+        leaves = jax.tree.leaves(g)
+        means = [metric.mean_square(state, leaf) for state, leaf in zip(states, leaves, strict=True)]
+        sizes = [leaf.size for leaf in leaves]
+        overall = sum(size * mean for size, mean in zip(sizes, means, strict=True)) / max(sum(sizes), 1)
+        ones = [jnp.ones_like(leaf) for leaf in leaves]
+        parts = zip(states, means, ones, strict=True)
+        diagonal = [metric.flat(state, Means(mean, overall), one).astype(one.dtype) for state, mean, one in parts]
+        self._diagonal = jax.tree.unflatten(jax.tree.structure(g), diagonal)
+        self._unit = unit
+        self._kind = kind
+
+    def sharp(self, g: Any) -> Any:
+        """From a gradient to a direction: D^-1 g; several gradients may lie along a new first axis."""
+        return jax.tree.map(jnp.divide, g, self._diagonal)
+
+    def gradient(self, g: Any) -> jax.Array:
+        """||g||: in D^-1. Of several along a new first axis, the root of the sum of the squares."""
+        return self._unit * jnp.sqrt(self._sum(jnp.multiply, g, self.sharp(g)))
+
+    def along(self, g: Any, s: Any) -> jax.Array:
+        """<g, s> of a gradient and a difference of points."""
+        return self._unit * self._sum(jnp.multiply, g, s)
+
+    def length(self, s: Any) -> jax.Array:
+        """||s|| of a difference of points: in D. Whatever its scale: in units of the largest entry."""
+        largest = [jnp.max(jnp.abs(leaf), initial=0.0).astype(self._kind) for leaf in jax.tree.leaves(s)]
+        top = jnp.max(jnp.stack(largest))
+        unit = jnp.where(top > 0, top, 1.0)
+
+        def squares(v: jax.Array, d: jax.Array) -> jax.Array:
+            v = v / unit.astype(v.dtype)
+            return v * v * d
+
+        return unit * jnp.sqrt(self._sum(squares, s, self._diagonal))
+
+    def _sum(self, terms: Callable[[jax.Array, jax.Array], jax.Array], a: Any, b: Any) -> jax.Array:
+        sums = jax.tree.map(lambda x, y: jnp.sum(terms(x, y), dtype=self._kind), a, b)
+        return sum(jax.tree.leaves(sums), jnp.zeros((), self._kind))
 
 
 def sgdol_free(
     *,
     momentum: float = 0.9,
-    averaging: float = 8.0,
     weight_decay: float = 0.0,
+    averaging: float = 8.0,
+    metric: str | Metric = "rms",
 ) -> optax.GradientTransformationExtraArgs:
     r"""SGDOL that needs neither a learning rate nor a smoothness constant. Experimental.
 
@@ -107,8 +124,9 @@ def sgdol_free(
 
     Args:
         momentum: beta, in [0, 1).
-        averaging: a of the polynomial average, at least 0.
         weight_decay: decoupled, scaled by the step size.
+        averaging: a of the polynomial average, at least 0.
+        metric: ``"rms"``, ``"adagrad"``, ``"euclidean"``, or an object of :mod:`sgdol.metrics`.
 
     >>> import jax.numpy as jnp
     >>> from sgdol.jax import averaged_params, microbatch_grads
@@ -129,22 +147,29 @@ def sgdol_free(
     >>> bool(jnp.linalg.norm(averaged_params(state, x)) < 0.2)
     True
     """
-    check_number("momentum", momentum, lambda beta: 0 <= beta < 1, "in [0, 1)")
-    check_number("averaging", averaging, lambda power: power >= 0, "finite and at least 0")
-    check_number("weight_decay", weight_decay, lambda decay: decay >= 0, "finite and at least 0")
-    settings = Settings()
+    momentum = check_number("momentum", momentum, lambda beta: 0 <= beta < 1, "in [0, 1)")
+    weight_decay = check_number("weight_decay", weight_decay, lambda decay: decay >= 0, "finite and at least 0")
+    averaging = check_number("averaging", averaging, lambda power: power >= 0, "finite and at least 0")
+    metric = metrics.get(metric)
 
     def init(params: Any) -> SGDOLFreeState:
         leaves = jax.tree.leaves(params)
         for leaf in leaves:
             if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
                 raise TypeError("complex parameters need optax.contrib.split_real_and_imaginary around this optimizer")
-        zero = jnp.zeros((), jnp.result_type(jnp.float32, *(_wide(leaf) for leaf in leaves)))
-        counts = {"updates", "since", "rejections", "rollbacks", "skipped", "evaluations"}
-        start = {name: jnp.zeros((), jnp.int32) if name in counts else zero for name in Learned._fields}
-        learned = Learned(**{**start, "penalty": zero + 1, "capped": jnp.zeros((), bool)})
+        kind = jnp.result_type(jnp.float32, *(_wide(leaf) for leaf in leaves))
+        rule = _arrays(State(), kind)
         wide = jax.tree.map(lambda p: jnp.asarray(p, _wide(p)), params)
-        return SGDOLFreeState(learned, jax.tree.map(jnp.zeros_like, wide), PolynomialAverageState(wide))
+        remembered = [metric.initial(jnp.zeros_like(leaf)) for leaf in jax.tree.leaves(wide)]
+        return SGDOLFreeState(
+            rule=rule,
+            trace=jax.tree.map(jnp.zeros_like, wide),
+            metric=jax.tree.map(lambda v: jnp.asarray(v, getattr(v, "dtype", kind)), remembered),
+            average=PolynomialAverageState(wide),
+            previous=jax.tree.map(jnp.asarray, params),
+            unit=jnp.ones((), kind),
+            gradients=jnp.zeros((), jnp.int32),
+        )
 
     def update(
         updates: Any,
@@ -161,181 +186,106 @@ def sgdol_free(
                 "sgdol_free evaluates the batch at an earlier point as well: call update(grads, state, params, "
                 "value=loss, value_and_grads=f), f a function of the parameters that returns the loss and the gradients"
             )
-        r = state.learned
-        kind = r.signal.dtype
+        rule = state.rule._replace(evaluations=state.rule.evaluations + 1)
+        k = _count(updates, params)
+        mean = jax.tree.map(lambda v: jnp.sum(v.astype(_wide(v)), axis=0) / k, updates)
+        unit = jnp.where(rule.updates == 0, choose_unit(jax.tree.leaves(mean), state.unit.dtype)[0], state.unit)
+        norm = _Norm(metric, state.metric, _in_units(mean, unit), unit, unit.dtype)
 
         def point(x: Any, loss: Any, stacked: Any) -> _Point:
-            k = _count(stacked, params)
-            wide = jax.tree.map(lambda g: g.astype(_wide(g)), stacked)
-            g = jax.tree.map(lambda v: jnp.sum(v, axis=0) / k, wide)
-            n = _dot(g, g).astype(kind)
-            u = surrogate.symmetric_signal(n, _dot(wide, wide).astype(kind) / k**2, k)
-            loss = jnp.asarray(loss, kind)
-            return _Point(x, loss, g, u, n, jnp.isfinite(loss) & jnp.isfinite(n) & jnp.isfinite(u))
+            parts = _in_units(jax.tree.map(lambda v: v.astype(_wide(v)) / k, stacked), unit)
+            g = jax.tree.map(lambda v: jnp.sum(v, axis=0), parts)
+            loss = jnp.asarray(loss, unit.dtype)
+            length, squares = norm.gradient(g), norm.gradient(parts)
+            return _Point(
+                x, loss, g, length, squares, jnp.isfinite(loss) & jnp.isfinite(length) & jnp.isfinite(squares)
+            )
 
         def evaluate(x: Any) -> _Point:
             x = jax.tree.map(lambda a, p: a.astype(p.dtype), x, params)
             return point(x, *value_and_grads(x))
 
         now = point(params, value, updates)
-        m = state.trace
-        average = state.average.average
-        r = r._replace(evaluations=r.evaluations + 1)
+        rule = _first_point(rule, now, norm, unit, evaluate)
+        rule, now = _guard(rule, now, state.average.average, evaluate)
+        rule, now = _look_back(rule, now, state.previous, norm, evaluate)
 
-        # The first point.
-        first = (r.updates == 0) & now.finite & (now.n > 0)
-        smoothness, probes = jax.lax.cond(
-            first, lambda: _first_smoothness(now, evaluate), lambda: (r.smoothness, jnp.zeros((), jnp.int32))
+        # The step.
+        go = now.finite & (rule.first_norm > 0)
+        fresh = rule.momentum_weight == 0
+        trace = jax.tree.map(
+            lambda m, g: jnp.where(fresh, (1 - momentum) * g, m + (1 - momentum) * (g - m)), state.trace, now.g
         )
-        r = r._replace(
-            smoothness=smoothness,
-            evaluations=r.evaluations + probes,
-            curvature_squares=jnp.where(first, smoothness**2, r.curvature_squares),
-            norm_squares=jnp.where(first, smoothness**2, r.norm_squares),
-            curvature_weight=jnp.where(first, 1.0, r.curvature_weight),
-            alpha=jnp.where(first, now.n, r.alpha),
-        )
-
-        # 1. The guard on the loss.
-        progress = r.first_loss - r.mean_loss
-        limit = jnp.maximum(4 * r.loss_deviation, 0.5 * progress)
-        alarm = (r.updates >= 10) & (~jnp.isfinite(now.loss) | (now.loss - r.mean_loss > limit))
-        there = jax.lax.cond(alarm, lambda: evaluate(average), lambda: now)
-        limit = jnp.maximum(2 * r.loss_deviation, 0.25 * progress)
-        back = alarm & there.finite & (~jnp.isfinite(now.loss) | (now.loss - there.loss > limit))
-        now = _select(back, there, now)
-        m = jax.tree.map(lambda v: jnp.where(back, 0, v), m)
-        r = r._replace(
-            penalty=jnp.where(back, 2 * r.penalty, r.penalty),
-            longest=jnp.where(back, r.longest / 2, r.longest),
-            since=jnp.where(back, 0, r.since) + 1,
-            step_size=jnp.where(back, 0.0, r.step_size),
-            momentum_weight=jnp.where(back, 0.0, r.momentum_weight),
-            rollbacks=r.rollbacks + back,
-            evaluations=r.evaluations + alarm,
-        )
-
-        # 2. The look-back.
-        usual = now.finite & (jnp.sqrt(now.n) <= settings.jump * r.largest_gradient)
-        due = (r.since >= settings.interval) | (r.updates <= settings.warm) | r.capped | ~usual
-        looks = (r.step_size > 0) & due
-        scale = 1 - r.step_size * weight_decay
-        factor = r.step_size / jnp.where(r.momentum_weight > 0, r.momentum_weight, 1.0)
-
-        def step_back() -> _Point:
-            return evaluate(jax.tree.map(lambda x, v: (x.astype(v.dtype) + factor * v) / scale, now.x, m))
-
-        before = jax.lax.cond(looks, step_back, lambda: now)
-        looked = looks & before.finite
-        s = jax.tree.map(lambda a, b, v: a.astype(v.dtype) - b.astype(v.dtype), now.x, before.x, m)
-        y = jax.tree.map(jnp.subtract, now.g, before.g)
-        ss, ys, yy, qs = (a.astype(kind) for a in (_dot(s, s), _dot(y, s), _dot(y, y), _dot(before.g, s)))
-        moved = looked & (ss > 0)
-        over = jnp.where(moved, ss, 1.0)
-        curvature = jnp.where(now.finite, ys / over, 4 * r.smoothness)
-        bad = moved & (~now.finite | ((curvature * ss > settings.rejection * jnp.abs(qs)) & (curvature > r.smoothness)))
-        good = moved & ~bad
-        kept = jnp.where(r.updates <= settings.warm, settings.warm_memory, settings.memory**settings.interval)
-        lowered = jnp.minimum(curvature, settings.lesson * r.smoothness)
-        squares = kept * r.curvature_squares + curvature**2
-        norms = kept * r.norm_squares + yy / over
-        weight = kept * r.curvature_weight + 1
-        measured = jnp.sqrt(jnp.maximum(squares, 1e-6 * norms) / weight)
-        measured = jnp.where(measured > 0, measured, r.smoothness)
-        pick = lambda a, b, c: jnp.where(bad, a, jnp.where(good, b, c))  # noqa: E731
-        r = r._replace(
-            since=jnp.where(looked, 0, r.since),
-            longest=jnp.where(bad, jnp.minimum(r.longest, jnp.sqrt(ss) / 2), r.longest),
-            curvature_squares=pick(lowered**2, squares, r.curvature_squares),
-            norm_squares=pick(lowered**2, norms, r.norm_squares),
-            curvature_weight=pick(1.0, weight, r.curvature_weight),
-            smoothness=pick(lowered, measured, r.smoothness),
-            rejections=r.rejections + bad,
-            evaluations=r.evaluations + looks,
-        )
-        now = _select(bad, before, now)
-
-        # 3. The step.
-        start = r.updates == 0
-        go = now.finite & (r.alpha > 0)
-        error = jnp.abs(now.loss - r.mean_loss)
-        deviation = jnp.where(
-            r.loss_deviation == 0,
-            error,
-            r.loss_deviation + 0.1 * (jnp.minimum(error, 4 * r.loss_deviation) - r.loss_deviation),
-        )
-        mean = jnp.where(start, now.loss, r.mean_loss + 0.1 * (now.loss - r.mean_loss))
-        top = jnp.where(start, now.loss, jnp.where(r.updates < 10, jnp.maximum(r.first_loss, mean), r.first_loss))
-        m_new = jax.tree.map(lambda v, g: v + (1 - momentum) * (g - v), m, now.g)
-        weight = momentum * r.momentum_weight + (1 - momentum)
-        length = jnp.sqrt(_dot(m_new, m_new).astype(kind)) / weight
-        t = r.updates.astype(kind)
-        late = r.late_loss + 9 / (t + 9) * (now.loss - r.late_loss)
-        later = r.later_half_loss + 3 / (t + 3) * (now.loss - r.later_half_loss)
-        ahead = top > late
-        falling = jnp.where(ahead, jnp.clip((later - late) / jnp.where(ahead, top - late, 1.0) / 0.15, 0.0, 1.0), 0.0)
-        alpha = settings.kappa * r.alpha
-        gain = jnp.maximum(alpha + r.signal, settings.floor * jnp.sqrt(r.signal_squares))
-        charge = settings.charge * (1 - settings.waiver * falling)
-        cost = alpha + jnp.maximum(r.signal, 0) / settings.largest + charge * jnp.maximum(r.noise, 0)
-        eta = gain / ((r.smoothness + weight_decay) * cost) / r.penalty
-        longest = jnp.where(start, settings.probe * eta * length / settings.growth, r.longest)
-        capped = eta * length > settings.growth * longest
-        eta = jnp.where(capped, settings.growth * longest / length, eta)
-        new = r._replace(
-            updates=r.updates + 1,
-            signal=r.signal + now.u,
-            noise=r.noise + (now.n - now.u),
-            signal_squares=r.signal_squares + now.u**2,
-            momentum_weight=weight,
-            penalty=jnp.maximum(1.0, settings.decay * r.penalty),
-            longest=jnp.maximum(longest, eta * length),
-            largest_gradient=jnp.maximum(jnp.sqrt(now.n), 0.95 * r.largest_gradient),
-            mean_loss=mean,
-            loss_deviation=jnp.where(start, 0.0, deviation),
-            first_loss=top,
-            late_loss=late,
-            later_half_loss=later,
-            step_size=eta,
-            capped=capped,
-        )
-        moved_to = jax.tree.map(
-            lambda x, v: (x.astype(v.dtype) * (1 - eta * weight_decay) - eta / weight * v).astype(x.dtype), now.x, m_new
-        )
-        share = jnp.minimum(1.0, (averaging + 1) / (new.updates.astype(kind) + averaging))
-        averaged = jax.tree.map(lambda a, x: a + (share * (x.astype(a.dtype) - a)).astype(a.dtype), average, now.x)
-        r = _select(go, new, r._replace(skipped=r.skipped + ~now.finite))
-        x = _select(go, moved_to, params)
-        return (
-            jax.tree.map(jnp.subtract, x, params),
-            SGDOLFreeState(r, _select(go, m_new, m), PolynomialAverageState(_select(go, averaged, average))),
-        )
+        weight = momentum * rule.momentum_weight + (1 - momentum)
+        direction = norm.sharp(trace)
+        length = norm.gradient(trace) / weight
+        new = free.choose_step(free.track(rule, now.loss)._replace(momentum_weight=weight), length, weight_decay)
+        new = free.observe(new, now.norm, now.squares, k)
+        scale, factor = 1 - new.step_size * weight_decay, new.step_size / weight * unit
+        x = jax.tree.map(lambda x, d: (scale * x.astype(d.dtype) - factor * d).astype(x.dtype), now.x, direction)
+        share = averages.weight(new.updates.astype(unit.dtype), averaging)
+        average = jax.tree.map(lambda a, x: a + share * (x.astype(a.dtype) - a), state.average.average, now.x)
+        remembered = [metric.observe(s, g) for s, g in zip(state.metric, jax.tree.leaves(now.g), strict=True)]
+        average = PolynomialAverageState(average)
+        moved = SGDOLFreeState(new, trace, remembered, average, now.x, unit, jnp.asarray(k, jnp.int32))
+        stayed = state._replace(rule=rule._replace(skipped=rule.skipped + ~now.finite))
+        # After a skipped batch that was looked back at, the point is where it was before the call.
+        x = _select(go, x, params)
+        return jax.tree.map(jnp.subtract, x, params), _select(go, moved, stayed)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _first_smoothness(now: _Point, evaluate: Callable[[Any], _Point]) -> tuple[jax.Array, jax.Array]:
-    """M along the first gradient, by probes that get longer or shorter until one tells; and how many there were."""
-    norm = jnp.sqrt(now.n)
-    size = jnp.sqrt(_dot(now.x, now.x).astype(now.n.dtype))
-    length = jnp.where(size > 0, size / 64, jnp.where(now.loss != 0, jnp.abs(now.loss) / norm / 8, 1.0))
+def _first_point(rule: State, now: _Point, norm: _Norm, unit: jax.Array, evaluate: Callable[[Any], _Point]) -> State:
+    """M along the first gradient, by probes that get longer or shorter until one tells."""
+    first = (rule.updates == 0) & now.finite & (now.norm > 0)
+    length = jnp.where(now.norm > 0, now.norm, 1.0)
+    direction = norm.sharp(now.g)
 
-    def probe(carry: _Probe) -> _Probe:
-        length = carry.length
-        there = evaluate(
-            jax.tree.map(lambda x, g: x.astype(g.dtype) - (length / norm).astype(g.dtype) * g, now.x, now.g)
-        )
-        y = jax.tree.map(jnp.subtract, there.g, now.g)
-        change = jnp.sqrt(_dot(y, y).astype(norm.dtype)) / norm
-        told = there.finite & (change >= PROBED[0]) & (change <= PROBED[1])
-        share = jnp.where(told, change, jnp.where(there.finite, jnp.maximum(change, PROBED[0]), 1.0))
-        factor = jnp.where(change > 0, jnp.clip(AIM / jnp.where(change > 0, change, 1.0), 1 / 64, 64.0), 64.0)
-        longer = length * jnp.where(there.finite, factor, 1 / 64)
-        return _Probe(longer, share * norm / length, told, carry.count + 1)
+    def probe(bracket: free.Bracket) -> free.Bracket:
+        share = bracket.length / length * unit
+        there = evaluate(jax.tree.map(lambda x, d: x.astype(d.dtype) - share.astype(d.dtype) * d, now.x, direction))
+        change = norm.gradient(jax.tree.map(jnp.subtract, there.g, now.g)) / length
+        return _like(bracket, free.next_probe(bracket, jnp.where(there.finite, change, jnp.inf)))
 
-    start = _Probe(length, jnp.zeros_like(length), jnp.zeros((), bool), jnp.zeros((), jnp.int32))
-    done = jax.lax.while_loop(lambda c: ~c.told & (c.count < PROBES), probe, start)
-    return done.smoothness, done.count
+    def search() -> State:
+        start = free.first_probe(length, norm.length(now.x), now.loss)
+        start = _arrays(start, unit.dtype)
+        done = jax.lax.while_loop(lambda b: ~b.told & (b.count < Settings().probes), probe, start)
+        counted = rule._replace(evaluations=rule.evaluations + done.count)
+        return _like(rule, free.begin(counted, done.curvature * length, length))
+
+    return jax.lax.cond(first, search, lambda: rule)
+
+
+def _guard(rule: State, now: _Point, average: Any, evaluate: Callable[[Any], _Point]) -> tuple[State, _Point]:
+    """The loss has jumped: go back to the average if this batch is fine there."""
+    alarm = free.alarm(rule, now.loss)
+    there = jax.lax.cond(alarm, lambda: evaluate(average), lambda: now)
+    rule = rule._replace(evaluations=rule.evaluations + alarm)
+    back = alarm & there.finite & free.confirms(rule, now.loss, there.loss)
+    return _select(back, free.roll_back(rule), rule), _select(back, there, now)
+
+
+def _look_back(
+    rule: State, now: _Point, previous: Any, norm: _Norm, evaluate: Callable[[Any], _Point]
+) -> tuple[State, _Point]:
+    """Evaluate this batch before the last step as well, and stay there if the step was too long."""
+    rule, looks = free.wants_look_back(rule, jnp.where(now.finite, now.norm, jnp.nan))
+    before = jax.lax.cond(looks, lambda: evaluate(previous), lambda: now)
+    rule = rule._replace(evaluations=rule.evaluations + looks)
+    s = jax.tree.map(lambda a, b, g: a.astype(g.dtype) - b.astype(g.dtype), now.x, before.x, now.g)
+    y = jax.tree.map(jnp.subtract, now.g, before.g)
+    length = norm.length(s)
+    along = jax.tree.map(lambda v: v / jnp.where(length > 0, length, 1.0).astype(v.dtype), s)
+    y_along = jnp.where(now.finite, norm.along(y, along), jnp.nan)
+    learned, rejected = free.look_back(rule, y_along, norm.gradient(y), length, norm.along(before.g, along))
+    looked = looks & before.finite
+    return _select(looked, learned, rule), _select(looked & rejected, before, now)
+
+
+def _in_units(tree: Any, unit: jax.Array) -> Any:
+    return jax.tree.map(lambda v: v / unit.astype(v.dtype), tree)
 
 
 def _count(stacked: Any, params: Any) -> int:
@@ -350,12 +300,19 @@ def _count(stacked: Any, params: Any) -> int:
     return int(min(counts))
 
 
-def _dot(a: Any, b: Any) -> jax.Array:
-    return sum(jnp.sum(x * y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))  # type: ignore[return-value]
-
-
 def _select(condition: jax.Array, yes: Any, no: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b).astype(b.dtype), yes, no)
+
+
+def _arrays(numbers: Any, kind: Any) -> Any:
+    """Python's numbers as arrays, floats of this type."""
+    kinds = {bool: jnp.bool_, int: jnp.int32}
+    return jax.tree.map(lambda v: jnp.asarray(v, kinds.get(type(v), kind)), numbers)
+
+
+def _like(old: Any, new: Any) -> Any:
+    """The new values, in the types of the old ones."""
+    return jax.tree.map(lambda a, b: jnp.asarray(b, a.dtype), old, new)
 
 
 def _wide(leaf: Any) -> Any:

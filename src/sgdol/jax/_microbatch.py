@@ -2,69 +2,149 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from sgdol.jax._draw import vary_over
+from sgdol.jax import _axes
+from sgdol.jax._checks import shown
 
 __all__ = ["mean_of_microbatches", "microbatch_grads"]
 
 
 def microbatch_grads(
-    loss: Callable[..., Any], k: int = 2, *, value: bool = False, axis_name: Any = None
+    loss: Callable[..., Any],
+    k: int = 2,
+    *,
+    value: bool = False,
+    has_aux: bool = False,
+    one_by_one: bool = False,
+    axis_name: Any = None,
 ) -> Callable[..., Any]:
     r"""The gradients of ``k`` microbatches of one batch, stacked along a new leading axis of every leaf.
 
-    The batch is cut into ``k`` equal parts and ``loss`` is differentiated on each, by ``vmap``: the k gradients are
-    independent if the batch's samples are, and their mean is the batch's own gradient, so they cost what one gradient
-    of the whole batch costs. ``update`` of :func:`sgdol.jax.sgdol` takes them as they are.
+    The batch is cut into ``k`` parts and ``loss`` is differentiated on each: the k gradients are independent if the
+    batch's samples are, and their mean is the batch's own gradient, so they cost what one gradient of the whole batch
+    costs. ``update`` of :func:`sgdol.jax.sgdol` takes them as they are, and so does a flax ``TrainState``::
+
+        grads = microbatch_grads(loss)(state.params, x, y)  # in place of jax.grad(loss)(state.params, x, y)
+        state = state.apply_gradients(grads=grads)
+
+    A number of samples that is no multiple of k is cut as evenly as can be, and with :math:`b_i` of the b samples in
+    part i its gradient is multiplied by :math:`k b_i / b`, so that the mean stays the batch's. Of fewer samples than k
+    each is a part, and the gradient of a single sample comes without the new axis: ``update`` holds it. Every other
+    shape of a batch is compiled anew, as always under ``jax.jit``.
 
     Args:
-        loss: ``loss(params, *batch)``, a scalar, a mean over the samples of the batch.
+        loss: ``loss(params, *batch)``, a scalar, a mean over the samples that it is given.
         k: how many microbatches, at least 2; with ``axis_name``, on each device, at least 1.
-        value: return (the mean of the losses, the gradients) instead.
+        value: return (the loss of the batch, the gradients) instead.
+        has_aux: ``loss`` returns (the scalar, something else), as for ``jax.grad``: return (the gradients, that of all
+            parts stacked), or with ``value`` ((the loss of the batch, that of all parts stacked), the gradients).
+        one_by_one: one part after the other, so that only one at a time needs memory for its activations, as in
+            gradient accumulation; else all at once, by ``vmap``.
         axis_name: under ``shard_map`` or ``pmap``, the name of the devices: each gets the gradients of its own batch.
             ``shard_map`` would otherwise sum them.
 
     Returns:
-        A function of ``(params, *batch)``. Every array in ``batch`` has the samples along its first axis, and their
-        number is a multiple of ``k``.
+        A function of ``(params, *batch)``. Arrays in ``batch``, which may be a tree, have the samples along their first
+        axis. A random key is split, one for each part, so that noise such as dropout's is independent, too; other
+        scalars go to every part as they are.
 
     >>> import jax.numpy as jnp
     >>> def loss(params, x):
     ...     return jnp.mean(params * x)
     >>> microbatch_grads(loss, 2)(jnp.zeros(()), jnp.array([1.0, 3.0, 5.0, 7.0])).tolist()
     [2.0, 6.0]
+    >>> [round(float(g), 3) for g in microbatch_grads(loss, 2)(jnp.zeros(()), jnp.array([3.0, 6.0, 9.0]))]  # 2/3, 4/3
+    [2.0, 10.0]
     """
     least = 2 if axis_name is None else 1
     if isinstance(k, bool) or not isinstance(k, int) or k < least:
         reason = " (a step size needs independent gradients)" * (axis_name is None)
-        raise ValueError(f"k must be an integer of at least {least}{reason}, got {k!r}")
+        raise ValueError(f"k must be an integer of at least {least}{reason}, got {shown(k)}")
+    axes = _axes.names(axis_name)
+    differentiate = jax.value_and_grad(loss, has_aux=has_aux)
 
     def gradients(params: Any, *batch: Any) -> Any:
-        if axis_name is not None:
-            params = vary_over(axis_name, params)
-        over = (None, *(0 for _ in batch))
-        losses, stacked = jax.vmap(jax.value_and_grad(loss), in_axes=over)(params, *jax.tree.map(split, batch))
-        if not value:
-            return stacked
-        mean = jnp.mean(losses)
-        return (mean if axis_name is None else jax.lax.pmean(mean, axis_name)), stacked
-
-    def split(array: jax.Array) -> jax.Array:
-        samples = array.shape[0] if array.ndim else 0
-        if samples < k or samples % k:
-            raise ValueError(
-                f"the first axis of every array of the batch must be a positive multiple of k = {k}, got the shape "
-                f"{array.shape}"
-            )
-        return array.reshape(k, samples // k, *array.shape[1:])
+        if axes:
+            params = _axes.vary_over(axis_name, params)
+        sizes = _sizes(batch, k)
+        results, stacked = _on_parts(functools.partial(differentiate, params), batch, sizes, one_by_one)
+        losses, aux = results if has_aux else (results, None)
+        if len(set(sizes)) > 1:
+            weights = np.array(sizes) * len(sizes) / sum(sizes)
+            losses, stacked = jax.tree.map(lambda g: _times(g, weights), (losses, stacked))
+        if sizes == [1] and not axes:
+            stacked = jax.tree.map(lambda g: g[0], stacked)
+        mean = _axes.mean_over(axes, jnp.mean(losses))
+        if value:
+            return ((mean, aux) if has_aux else mean), stacked
+        return (stacked, aux) if has_aux else stacked
 
     return gradients
+
+
+def _sizes(batch: Any, k: int) -> list[int]:
+    """How many samples each part of the batch has."""
+    lengths = {leaf.shape[0] for leaf in map(jnp.asarray, jax.tree.leaves(batch)) if leaf.ndim}
+    if len(lengths) != 1 or 0 in lengths:
+        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+        raise ValueError(
+            f"the arrays of a batch must have the same number of samples, at least 1, along their first axis, got the "
+            f"shapes {shown(shapes)}"
+        )
+    samples = lengths.pop()
+    parts = min(k, samples)
+    return [(samples + i) // parts for i in range(parts)]
+
+
+def _on_parts(function: Callable[..., Any], batch: Any, sizes: list[int], one_by_one: bool) -> Any:
+    """The function of every part, stacked: at once for all parts that have the same size."""
+    leaves, tree = jax.tree.flatten(batch)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    shared = [leaf.ndim == 0 and not _is_key(leaf) for leaf in leaves]
+    keys = [jax.random.split(leaf, len(sizes)) if _is_key(leaf) and not leaf.ndim else None for leaf in leaves]
+    outcomes, part, begin = [], 0, 0
+    for size in sorted(set(sizes)):
+        count = sizes.count(size)
+        rows = [
+            leaf
+            if same
+            else leaf[begin : begin + count * size].reshape(count, size, *leaf.shape[1:])
+            if key is None
+            else key[part : part + count]
+            for leaf, same, key in zip(leaves, shared, keys, strict=True)
+        ]
+        outcomes.append(_map(lambda given: function(*jax.tree.unflatten(tree, given)), rows, shared, one_by_one))
+        part, begin = part + count, begin + count * size
+    return outcomes[0] if len(outcomes) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *outcomes)
+
+
+def _map(function: Callable[[list[Any]], Any], rows: list[Any], shared: list[bool], one_by_one: bool) -> Any:
+    """The function of every row, of what is not shared."""
+    if not one_by_one:
+        return jax.vmap(function, in_axes=([None if same else 0 for same in shared],))(rows)
+    own = [row for row, same in zip(rows, shared, strict=True) if not same]
+
+    def of_one(mine: list[Any]) -> Any:
+        left = iter(mine)
+        return function([row if same else next(left) for row, same in zip(rows, shared, strict=True)])
+
+    return jax.lax.map(of_one, own)
+
+
+def _is_key(leaf: jax.Array) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _times(stacked: jax.Array, weights: Any) -> jax.Array:
+    return stacked * jnp.asarray(weights, jnp.finfo(stacked.dtype).dtype).reshape(-1, *[1] * (stacked.ndim - 1))
 
 
 def mean_of_microbatches() -> optax.GradientTransformation:

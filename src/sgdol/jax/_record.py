@@ -8,18 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sgdol import surrogate
+from sgdol import summary, surrogate
 from sgdol.jax._blocks import Blocks
-from sgdol.jax._draw import Draw
+from sgdol.jax._statistics import Statistics
 
-__all__ = ["Record", "after_skip", "after_update", "empty", "report"]
-
-RECENT = 0.99
-"""The signal-to-noise ratio and the noise scale are averages over about the last 1 / (1 - RECENT) updates."""
+__all__ = ["Record", "after_skip", "after_update", "empty", "plain", "report", "total"]
 
 
 class Record(NamedTuple):
-    """Sums over the updates, weighted by the base rate."""
+    """Sums over the updates, weighted by the base rate; in the unit of the optimizer's products."""
 
     step_size: jax.Array
     """Eta of the last update, before the first the base rate; for ``"group"``, of each group."""
@@ -48,47 +45,53 @@ def empty(blocks: Blocks, rate: Any) -> Record:
     return Record(jnp.broadcast_to(jnp.asarray(rate, blocks.dtype), like.shape), *[integer] * 3, *[number] * 5)
 
 
-def after_skip(record: Record) -> Record:
-    """The record after an update that was skipped."""
-    return record._replace(skipped=record.skipped + 1)
+def after_skip(record: Record, skipped: jax.Array) -> Record:
+    """The record after a call that made no update: one was skipped, or a gradient was held."""
+    return record._replace(skipped=record.skipped + skipped)
 
 
 def after_update(
-    record: Record, blocks: Blocks, drawn: Draw, raw: Draw, multipliers: list[jax.Array], rate: Any
+    record: Record,
+    blocks: Blocks,
+    seen: Statistics,
+    raw: Statistics,
+    multipliers: list[jax.Array],
+    lengths: list[jax.Array],
+    rate: Any,
 ) -> Record:
     """The record after one more update.
 
     Args:
         record: the one before.
         blocks: which coordinates share a step size.
-        drawn: what the learner saw.
-        raw: the draw of the gradients themselves.
+        seen: what the learner saw.
+        raw: the statistics of the gradients themselves.
         multipliers: s of each block.
+        lengths: the squared length of the direction in each block.
         rate: lr.
     """
     rate = jnp.asarray(rate, blocks.dtype)
-    losses = [surrogate.loss(s, u, n, 1.0) for s, u, n in zip(multipliers, drawn.u, drawn.n, strict=True)]
-    signal, length = rate * total(drawn.u), rate * total(drawn.n)
+    losses = [surrogate.loss(s, u, n, 1.0) for s, u, n in zip(multipliers, seen.u, seen.n, strict=True)]
+    signal, length = rate * total(seen.u), rate * total(seen.n)
     noise = jnp.abs(total(raw.n) - total(raw.u))
     same = (total(raw.n) > 0) & (noise <= 8 * jnp.finfo(blocks.dtype).eps * total(raw.n))
     return Record(
-        step_size=rate * _multiplier(blocks, drawn, multipliers),
+        step_size=rate * _multiplier(blocks, lengths, multipliers),
         skipped=record.skipped,
         identical=record.identical + same,
-        gradients=jnp.full((), drawn.k, jnp.int32),
+        gradients=jnp.full((), seen.k, jnp.int32),
         surrogate=record.surrogate + rate * total(losses),
         signal=record.signal + signal,
         length=record.length + length,
-        recent_signal=signal + RECENT * (record.recent_signal - signal),
-        recent_length=length + RECENT * (record.recent_length - length),
+        recent_signal=summary.recent(record.recent_signal, signal),
+        recent_length=summary.recent(record.recent_length, length),
     )
 
 
-def _multiplier(blocks: Blocks, drawn: Draw, multipliers: list[jax.Array]) -> jax.Array:
+def _multiplier(blocks: Blocks, lengths: list[jax.Array], multipliers: list[jax.Array]) -> jax.Array:
     """One number for all: the length of the move over that of the direction, so that what stays does not count."""
     if blocks.granularity in ("global", "group"):
         return multipliers[0]
-    lengths = [d * d for d in drawn.directions] if blocks.per_coordinate else drawn.n
     pairs = zip(multipliers, lengths, strict=True)
     move = total([jnp.sum(s * s * squared).astype(blocks.dtype) for s, squared in pairs])
     length = total([jnp.sum(squared).astype(blocks.dtype) for squared in lengths])
@@ -101,32 +104,28 @@ def total(values: list[jax.Array]) -> jax.Array:
     return sum(parts[1:], parts[0])
 
 
-def report(record: Record, count: Any, pending: Any) -> dict[str, Any]:
+def report(record: Record, count: Any, pending: Any, unit: Any) -> dict[str, Any]:
     """The record as plain numbers, or as arrays of them if the state is one of many."""
     values = {name: np.asarray(value, dtype=np.float64) for name, value in record._asdict().items()}
-    signal, noise, k = values["recent_signal"], values["recent_length"] - values["recent_signal"], values["gradients"]
-    seen = values["length"] > 0
-    best = np.where(seen, np.clip(values["signal"] / np.where(seen, values["length"], 1), 0, 2), 1)
-    steps = values["step_size"]
+    square = np.where(np.asarray(unit, np.float64) > 0, np.asarray(unit, np.float64), 1.0) ** 2
+    k, steps = values["gradients"], values["step_size"]
+    losses, signal, length = (square * values[name] for name in ("surrogate", "signal", "length"))
+    recent = values["recent_signal"], values["recent_length"]
     return {
         "step_size": np.atleast_1d(steps).tolist() if steps.ndim == k.ndim + 1 or not k.ndim else steps,
-        "pending": _plain(np.asarray(pending)),
-        "signal_to_noise": _quotient(signal, noise),
-        "noise_scale": _quotient(k * noise, signal),
-        "updates": _plain(np.asarray(count)),
-        "skipped": _plain(np.asarray(record.skipped)),
-        "identical": _plain(np.asarray(record.identical)),
-        "gradients": _plain(np.asarray(record.gradients)),
-        "cumulative_surrogate": _plain(values["surrogate"]),
-        "regret": _plain(values["surrogate"] - surrogate.loss(best, values["signal"], values["length"], 1.0)),
+        "pending": plain(pending),
+        "signal_to_noise": plain(summary.signal_to_noise(*recent)),
+        "noise_scale": plain(summary.noise_scale(*recent, k)),
+        "updates": plain(count),
+        "skipped": plain(record.skipped),
+        "identical": plain(record.identical),
+        "gradients": plain(record.gradients),
+        "cumulative_surrogate": plain(losses),
+        "regret": plain(summary.regret(losses, signal, length)),
     }
 
 
-def _quotient(numerator: Any, denominator: Any) -> Any:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        # + 0.0 turns a negative zero into zero: x / 0 has the sign of x
-        return _plain(np.asarray(numerator) / (np.asarray(denominator) + 0.0))
-
-
-def _plain(array: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A number of Python's, or a numpy array."""
+    array = np.asarray(value)
     return array.item() if array.ndim == 0 else array

@@ -1,75 +1,67 @@
 r"""SGDOL as an optax gradient transformation (Zhuang, Cutkosky and Orabona, ICML 2019).
 
-The way is one way: independent gradients (``_ways``) -> (d, u, n) of every block (``_draw``, ``_blocks``) -> multiplier
-s by a learner of :mod:`sgdol.learners` (``_core``) -> update -lr s d.
+The way is one way: independent gradients (``_sources``) -> metric (``_geometry``) and momentum -> (d, u, n) of every
+block (``_statistics``, ``_blocks``) -> multiplier s by a learner (``_core``) -> update -lr s d.
 """
-# No postponed annotations here: optax's own tests look at learning_rate's for its type.
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from typing import Any
 
-import jax
 import optax
 
-from sgdol import surrogate
 from sgdol.jax import _averaging
-from sgdol.jax._blocks import Granularity
-from sgdol.jax._checks import check_number
 from sgdol.jax._core import Core, ScaleBySGDOLState
-from sgdol.learners import Learner
+from sgdol.jax._options import Options, Scaling, takes
 
 __all__ = ["scale_by_sgdol", "sgdol"]
 
-Number = float | jax.Array
 
+@takes(Options)
+def sgdol(options: Options) -> optax.GradientTransformationExtraArgs:  # noqa: D417  # the fields are described
+    r"""Stochastic gradient descent whose step size is learned online: :math:`x_{t+1} = x_t - \mathrm{lr}\, s_t\, d_t`.
 
-def sgdol(
-    learning_rate: optax.ScalarOrSchedule = None,
-    *,
-    smoothness: Number | None = None,
-    alpha: Number | None = None,
-    kappa: Number = 1.0,
-    estimator: surrogate.Estimator = "symmetric",
-    granularity: Granularity = "global",
-    param_labels: Any | Callable[[Any], Any] = None,
-    momentum: Number | None = None,
-    statistics: surrogate.MomentumStatistics = "direction",
-    weight_decay: Number | None = None,
-    averaging: Number | None = None,
-    learner: Learner | None = None,
-    axis_name: str | tuple[str, ...] | None = None,
-    record: bool = True,
-) -> optax.GradientTransformationExtraArgs:
-    r"""Stochastic gradient descent whose step size is learned online.
+    By default it is ``optax.sgd(lr * (1 - momentum), momentum)`` with a multiplier s <= 1 that falls where the
+    curvature measured along the steps says that they are too long (:class:`sgdol.learners.MeasuredCurvature`, which has
+    no theorem). The paper's own settings, with its proof, are ``sgdol(smoothness=M, **sgdol.PAPER)``:
 
-    .. math:: x_{t+1} = x_t - \eta_t d_t, \qquad \eta_t = \mathrm{lr} \cdot \mathrm{clip}\!\left(
-        \frac{\alpha + \sum_{j<t} u_j}{\alpha + \sum_{j<t} n_j}, 0, 2\right)
+    .. math:: s_t = \mathrm{clip}\!\left(
+        \frac{\alpha + \sum_{j<t} u_j}{\alpha + \sum_{j<t} n_j}, 0, 2\right).
 
     See :func:`scale_by_sgdol` for how ``update`` gets its independent gradients and for the other arguments.
 
     Args:
-        learning_rate: the base rate 1/M: half of the largest step size. A number, an array or a schedule, which is a
-            function of the number of calls of ``update``, those that only hold a gradient included.
+        learning_rate: the base rate 1/M: the largest step size (with the paper's learner half of it). A number, an
+            array or a schedule, which is a function of the number of calls of ``update``, those
+            that only hold a gradient included.
         smoothness: M, instead of ``learning_rate``; give one of the two.
         alpha: how strongly to hold on to the base rate, in units of a squared gradient norm, in each block; None for
-            kappa times the first squared direction.
-        kappa: how strongly to hold on to the base rate if alpha is None, positive: 10 for nets, 1 for noisy convex
-            problems.
+            kappa times the first squared gradient.
+        kappa: how strongly to hold on to the base rate if alpha is None, positive; None for 10 with a learner that uses
+            hindsight, else 1.
         estimator: ``"symmetric"`` or ``"paper"`` (Algorithm 1 to the letter).
         granularity: ``"global"``, ``"group"``, ``"tensor"`` or ``"coordinate"``.
-        param_labels: which group each parameter is in.
-        momentum: beta, in [0, 1); None for none.
+        momentum: beta, in [0, 1); None for none. It is a weighted mean of the gradients, so ``optax.sgd(lr, beta)``
+            has a base rate of lr / (1 - beta) here.
+        bias_correction: whether the direction is m_t / (1 - beta^t) or m_t; None for m_t with a learner that uses
+            hindsight: a first step of full length is too long for a rate at the limit.
         statistics: with momentum, whether (u, n) are those of the ``"direction"`` or of the ``"gradient"``.
+        epoch: how many updates a shuffled epoch has, if batches are drawn without replacement from few samples: u is
+            then corrected for it. None with replacement, or where data are plenty.
         weight_decay: decoupled: :math:`x \leftarrow x - \eta_t (d_t + \mathrm{weight\_decay} \cdot x)`; None for none.
         averaging: the power a of a polynomial average of the iterates, for :func:`sgdol.jax.averaged_params`; 8 is a
             good one; None for no average. It follows params + updates as they leave this transformation, so in a
             chain nothing that changes updates may come after it.
-        learner: the online learner of the step size; None for FTRL, the paper's.
+        learner: the online learner of the step size; None for :class:`sgdol.learners.MeasuredCurvature`.
+        metric: in which lengths are taken: ``"euclidean"``, the paper's; ``"rms"``; ``"adagrad"``; or an object of
+            :mod:`sgdol.metrics`.
+        param_labels: which group each parameter is in.
         axis_name: of the devices under ``shard_map`` or ``pmap``, each of which has gradients of its own.
         record: keep the sums for :func:`sgdol.jax.diagnostics`, a few numbers.
 
     >>> import jax.numpy as jnp
-    >>> optimizer = sgdol(smoothness=4.0, alpha=1.0)
+    >>> from sgdol.learners import FTRL
+    >>> optimizer = sgdol(smoothness=4.0, alpha=1.0, momentum=None, learner=FTRL())
     >>> state = optimizer.init(jnp.zeros(1))
     >>> updates, state = optimizer.update(jnp.array([2.0]), state)  # the first gradient is held
     >>> bool(updates[0] == 0), bool(state[0].pending)
@@ -81,29 +73,9 @@ def sgdol(
     >>> round(float(updates[0]), 6)  # -1/4 * (1 + 8) / (1 + 9) * 3
     -0.675
     """
-    if (learning_rate is None) == (smoothness is None):
-        given = "neither" if learning_rate is None else f"{learning_rate!r} and {smoothness!r}"
-        raise ValueError(f"give learning_rate or smoothness (1 / learning_rate), exactly one of the two, got {given}")
-    if smoothness is not None:
-        check_number("smoothness", smoothness, lambda m: m > 0, "positive and finite")
-        learning_rate = 1.0 / smoothness
-    elif not callable(learning_rate):
-        check_number("learning_rate", learning_rate, lambda rate: rate > 0, "positive and finite")
-    if averaging is not None:
-        check_number("averaging", averaging, lambda a: a >= 0, "at least 0 and finite, or None")
-    core = Core(
-        alpha=alpha,
-        kappa=kappa,
-        estimator=estimator,
-        granularity=granularity,
-        param_labels=param_labels,
-        momentum=momentum,
-        statistics=statistics,
-        weight_decay=weight_decay,
-        learner=learner,
-        axis_name=axis_name,
-        record=record,
-    )
+    core = Core(options.scaling)
+    learning_rate: Any = options.learning_rate
+    averaging = options.averaging
     rates = optax.scale_by_learning_rate(learning_rate)
 
     def rate(state: Any) -> Any:
@@ -135,20 +107,8 @@ def sgdol(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def scale_by_sgdol(
-    *,
-    alpha: Number | None = None,
-    kappa: Number = 1.0,
-    estimator: surrogate.Estimator = "symmetric",
-    granularity: Granularity = "global",
-    param_labels: Any | Callable[[Any], Any] = None,
-    momentum: Number | None = None,
-    statistics: surrogate.MomentumStatistics = "direction",
-    weight_decay: Number | None = None,
-    learner: Learner | None = None,
-    axis_name: str | tuple[str, ...] | None = None,
-    record: bool = True,
-) -> optax.GradientTransformationExtraArgs:
+@takes(Scaling)
+def scale_by_sgdol(options: Scaling) -> optax.GradientTransformationExtraArgs:  # noqa: D417  # likewise
     r"""Turn independent gradients at one point into :math:`s_t d_t`, direction times learned multiplier.
 
     ``update`` takes them in any of three ways:
@@ -162,7 +122,8 @@ def scale_by_sgdol(
     The gradients of a pair must come from different samples: equal ones turn SGDOL into SGD with the step size 1/M, and
     ``identical`` in :func:`sgdol.jax.diagnostics` counts them. After way 2 or 3 moved the parameters, a gradient that
     was held before is out of date and is dropped. If any gradient of an update is not finite, the update is zero, the
-    sums stay as they were, and a held gradient is dropped.
+    sums stay as they were, and a held gradient is dropped. Gradients may be of any size that their type holds: sums are
+    kept in a unit that suits the first of them.
 
     **Data parallel.** With ``axis_name``, inside ``shard_map`` or ``pmap``, each device gives ``update`` its *own*
     gradients in any of the three ways, not yet averaged, and k is their number over all devices: one gradient on
@@ -178,38 +139,34 @@ def scale_by_sgdol(
 
     Args:
         alpha: the regulariser's alpha in every block, positive; None for kappa times the first non-zero squared
-            direction, of which each block gets its even share by size.
-        kappa: see alpha; positive.
+            gradient, of which each block gets its even share by size.
+        kappa: see alpha; positive; None for 10 with a learner that uses hindsight, else 1.
         estimator: ``"symmetric"``: d is the mean and u the mean of the cross products. ``"paper"``: d = ``grads`` (or
             the first of the stack) and u = <grads, others>.
         granularity: what shares a step size: ``"global"``, everything; ``"group"``, the parameters with the same label;
             ``"tensor"``, each leaf; ``"coordinate"``, nothing (section 6 of the paper).
-        param_labels: for ``"group"``, as in ``optax.partition``: a tree of labels that is a prefix of the parameters'
-            tree, or a function of a tree like the parameters that returns one.
-        momentum: beta, in [0, 1): the direction is m_t / (1 - beta^t), m_t = beta m_{t-1} + (1 - beta) gbar_t.
+        momentum: beta, in [0, 1): the direction is D^-1 m_t / w_t, m_t = beta m_{t-1} + (1 - beta) gbar_t.
+        bias_correction: whether w_t = 1 - beta^t, or 1; None for 1 with a learner that uses hindsight.
         statistics: with momentum, ``"direction"``: (u, n) of the momentum direction, with its unbiased signal
             (:func:`sgdol.surrogate.momentum_signal`); ``"gradient"``: those of the gradients, which shows noise that
             the momentum hides.
+        epoch: B updates in an epoch of batches without replacement: (n - u)/B is added to products of its gradients.
         weight_decay: decoupled, scaled by the learned multiplier; needs ``params`` in ``update``. It decays nothing
             while a gradient is held. ``optax.chain(optax.add_decayed_weights(c), sgdol(...))`` is an l2 penalty
             instead, part of the objective and of the statistics, for ways 1 and 3.
-        learner: an online learner of multipliers (:class:`sgdol.learners.Learner`); None for FTRL.
+        learner: an online learner of multipliers (:class:`sgdol.learners.Learner`); None for MeasuredCurvature. One
+            that uses hindsight is told <gbar_t, d_{t-1}> of each block; unless Euclid's momentum tells it, that takes
+            one more vector of memory.
+        metric: a name or an object of :mod:`sgdol.metrics`: its diagonal D, made of past mean gradients, is in every
+            product of two gradients, u = mean of <g_i, D^-1 g_j> and n = <gbar, D^-1 gbar>, and d = D^-1 gbar. It
+            remembers one vector, in float32 or wider. With ``axis_name``, D is the same on all devices, and their
+            gradients stay the independent ones.
+        param_labels: for ``"group"``, as in ``optax.partition``: a tree of labels that is a prefix of the parameters'
+            tree, or a function of a tree like the parameters that returns one.
         axis_name: one name, or several, of the devices.
         record: keep the sums for :func:`sgdol.jax.diagnostics`.
     """
-    core = Core(
-        alpha=alpha,
-        kappa=kappa,
-        estimator=estimator,
-        granularity=granularity,
-        param_labels=param_labels,
-        momentum=momentum,
-        statistics=statistics,
-        weight_decay=weight_decay,
-        learner=learner,
-        axis_name=axis_name,
-        record=record,
-    )
+    core = Core(options)
 
     def update(
         updates: Any, state: ScaleBySGDOLState, params: Any = None, *, others: Any = None, **extra: Any

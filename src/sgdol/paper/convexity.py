@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from optax import contrib
 
 from sgdol.jax import sgdol
-from sgdol.learners import Floored
+from sgdol.learners import FTRL, Floored
 from sgdol.paper.convex_problems import Convex, double_precision, huber, problems
 from sgdol.paper.methods import adagrad_global
 
@@ -45,9 +45,12 @@ class Rule(NamedTuple):
 
 GRID = tuple(10.0 ** (e / 2) for e in range(-7, 4))
 METHODS: dict[str, Rule] = {
-    "SGDOL": Rule(lambda data, r: sgdol(r / data["smoothness"], record=False), halves=True),
+    "SGDOL": Rule(
+        lambda data, r: sgdol(r / data["smoothness"], momentum=0.0, learner=FTRL(), record=False), halves=True
+    ),
     "SGDOL, floored": Rule(
-        lambda data, r: sgdol(r / (2 * data["smoothness"]), learner=Floored(floor=1.0), record=False), halves=True
+        lambda data, r: sgdol(r / (2 * data["smoothness"]), momentum=0.0, learner=Floored(floor=1.0), record=False),
+        halves=True,
     ),
     "AdaGrad-Norm, tuned": Rule(lambda data, r: adagrad_global(r * 3 * data["distance"]), GRID),
     "DoG": Rule(lambda data, r: contrib.dog(r)),

@@ -17,7 +17,6 @@ import hashlib
 import lzma
 import math
 import os
-import tempfile
 import zlib
 from importlib import resources
 from pathlib import Path
@@ -25,6 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sgdol.paper.files import shown, write_atomically
 
 __all__ = [
     "A9A_BYTES",
@@ -216,16 +217,8 @@ def export_a9a(path: str | os.PathLike[str]) -> Path:
             return target
         raise DataError(f"{target} exists and holds something else; it was left alone: give another path")
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        write_atomically(target, text)
     except OSError as error:
-        raise DataError(f"cannot write {target}: {error.strerror}") from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except OSError as error:
-        os.unlink(temporary)
         raise DataError(f"cannot write {target}: {error.strerror}") from error
     return target
 
@@ -324,20 +317,23 @@ def _parse(line: bytes, row: NDArray[np.float64]) -> int:
         raise ValueError("found an empty line, expected a label -1 or +1 and index:value pairs")
     label = {"+1": 1, "1": 1, "-1": -1, "+1.0": 1, "1.0": 1, "-1.0": -1}.get(words[0])
     if label is None:
-        raise ValueError(f"found the label {words[0]!r}, allowed are -1 and +1")
+        raise ValueError(f"found the label {shown(words[0])}, allowed are -1 and +1")
     last = 0
     for word in words[1:]:
         index_text, _, value_text = word.partition(":")
         try:
+            if "_" in word:  # Python reads 1_0 as 10, and nobody else does
+                raise ValueError
             index, value = int(index_text), float(value_text)
         except ValueError:
-            raise ValueError(f"found {word!r}, expected a pair index:value such as 3:1") from None
+            raise ValueError(f"found {shown(word)}, expected a pair index:value such as 3:1") from None
         if not 1 <= index <= len(row):
-            raise ValueError(f"found the index {index}, allowed are 1 to {len(row)}")
+            found = index if len(index_text) <= 20 else shown(index_text)
+            raise ValueError(f"found the index {found}, allowed are 1 to {len(row)}")
         if index <= last:
             raise ValueError(f"found the index {index} after {last}, indices must ascend")
         if not math.isfinite(value):
-            raise ValueError(f"found the value {value_text!r} of index {index}, allowed are finite numbers")
+            raise ValueError(f"found the value {shown(value_text)} of index {index}, allowed are finite numbers")
         row[index - 1] = value
         last = index
     return label

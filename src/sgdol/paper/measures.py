@@ -18,7 +18,7 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from sgdol.paper.results import ResultsError
+from sgdol.paper.configuration import MissingError
 from sgdol.paper.verdict import Part, Relation
 
 __all__ = ["Curve", "Number", "Reader", "ResultsLike", "factor", "final_ratio", "jackknife", "part", "ratio_of_means"]
@@ -174,7 +174,7 @@ class Reader:
         if key not in self._tunings:
             try:
                 self._tunings[key] = self.results.tuning(*key)
-            except (KeyError, ResultsError):
+            except (KeyError, MissingError):
                 self._tunings[key] = None
         return self._tunings[key]
 
@@ -185,15 +185,16 @@ def part(
     measure: Callable[..., Number | float],
     relation: Relation,
     threshold: float,
-    slack: float = 0.0,
+    *,
+    main: bool = False,
 ) -> Part:
     """A part measured on some curves, or one that is not measured if any of them is missing."""
     found = list(curves)
     if any(curve is None for curve in found):
-        return Part(what, None, relation, threshold)
+        return Part(what, None, relation, threshold, main=main)
     result = measure(*found)
     number = result if isinstance(result, Number) else Number(float(result))
-    return Part(what, number.value, relation, threshold, spread=number.error, slack=slack)
+    return Part(what, number.value, relation, threshold, spread=number.error, main=main)
 
 
 def final_ratio(one: Curve, other: Curve) -> Number:

@@ -8,17 +8,20 @@ with many rates at once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from sgdol import PAPER
 from sgdol.jax import ScaleBySGDOLState, sgdol
 
 __all__ = [
+    "ADAGRAD_FORMS",
     "METHODS",
     "AdaGradForm",
     "AdaGradGlobalState",
@@ -32,6 +35,7 @@ __all__ = [
 
 Hyperparameters = Mapping[str, Any]
 AdaGradForm = Literal["current", "delayed"]
+ADAGRAD_FORMS: tuple[str, ...] = get_args(AdaGradForm)
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,10 @@ class Method:
     """The hyperparameters that tuning chooses; the first is the rate."""
     gradients: int = 1
     """How many stochastic gradients an iteration takes."""
+    known: tuple[str, ...] = ()
+    """What a method that is not tuned is told: some of smoothness, alpha, gap, total_variance and horizon."""
+    from_known: Callable[..., dict[str, float]] = dict
+    """Its hyperparameters from that, by keyword."""
     step_size_of: Callable[[Hyperparameters, Any], jax.Array] | None = None
     """eta_t, from the hyperparameters and the state after update t; None if the method has no step size."""
 
@@ -94,7 +102,7 @@ def adagrad_global(
     >>> [round(float(u), 6) for u in updates]
     [-0.6, -0.8]
     """
-    if form not in ("current", "delayed"):
+    if form not in ADAGRAD_FORMS:
         raise ValueError(f"form must be 'current' or 'delayed', got {form!r}")
     start = (1.0 if form == "delayed" else 0.0) if initial is None else initial
 
@@ -203,24 +211,44 @@ def _weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
 
 def _sgdol(granularity: Literal["global", "coordinate"]) -> Callable[..., optax.GradientTransformationExtraArgs]:
     def build(smoothness: Any, alpha: Any) -> optax.GradientTransformationExtraArgs:
-        return sgdol(smoothness=smoothness, alpha=alpha, estimator="paper", granularity=granularity, record=False)
+        return sgdol(smoothness=smoothness, granularity=granularity, record=False, **{**PAPER, "alpha": alpha})
 
     return build
 
 
+_SGDOL: dict[str, Any] = {
+    "tuned": (),
+    "gradients": 2,
+    "known": ("smoothness", "alpha"),
+    "step_size_of": _sgdol_step_size,
+}
+
+
 def methods(adagrad_form: AdaGradForm = "current") -> dict[str, Method]:
-    """The methods by the paper's names, in the order of its figures.
+    """The methods by the paper's names, in the order of its figures; always the same objects.
 
     >>> [name for name, method in methods().items() if not method.tuned]
     ['SGDOL Global', 'SGDOL Coordinate', 'SGD GL']
     """
-    if adagrad_form not in ("current", "delayed"):
+    if adagrad_form not in ADAGRAD_FORMS:
         raise ValueError(f"adagrad_form must be 'current' or 'delayed', got {adagrad_form!r}")
-    table = (
-        Method("SGDOL Global", _sgdol("global"), tuned=(), gradients=2, step_size_of=_sgdol_step_size),
-        Method("SGDOL Coordinate", _sgdol("coordinate"), tuned=(), gradients=2, step_size_of=_sgdol_step_size),
+    return {method.name: method for method in _table(adagrad_form)}
+
+
+@functools.cache  # compiled programs are kept by method
+def _table(adagrad_form: AdaGradForm) -> tuple[Method, ...]:
+    return (
+        Method("SGDOL Global", _sgdol("global"), **_SGDOL),
+        Method("SGDOL Coordinate", _sgdol("coordinate"), **_SGDOL),
         Method("SGD", optax.sgd, step_size_of=_rate),
-        Method("SGD GL", optax.sgd, tuned=(), step_size_of=_rate),
+        Method(
+            "SGD GL",
+            optax.sgd,
+            tuned=(),
+            known=("smoothness", "gap", "total_variance", "horizon"),
+            from_known=lambda **known: {"learning_rate": ghadimi_lan_step_size(**known)},
+            step_size_of=_rate,
+        ),
         Method(
             "AdaGrad Global",
             lambda learning_rate: adagrad_global(learning_rate, form=adagrad_form),
@@ -240,7 +268,6 @@ def methods(adagrad_form: AdaGradForm = "current") -> dict[str, Method]:
         Method("AMSGrad", lambda learning_rate: optax.amsgrad(learning_rate, b1=0.9, b2=0.999, eps=1e-8)),
         Method("Hypergradient", hypergradient, tuned=("learning_rate", "beta"), step_size_of=_state_step_size),
     )
-    return {method.name: method for method in table}
 
 
 METHODS: tuple[str, ...] = tuple(methods())

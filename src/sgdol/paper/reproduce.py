@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,12 +18,14 @@ import numpy as np
 import xarray as xr
 
 import sgdol
-from sgdol.paper.data import balanced_adult
-from sgdol.paper.methods import Method, ghadimi_lan_step_size, methods
-from sgdol.paper.problems import AdultClassifier, Noise, Problem, Rosenbrock
-from sgdol.paper.results import Configuration, Horizons, Results, key_of
-from sgdol.paper.runner import DIVERGENCE, Lanes, Trace, evaluate, run_noiseless, run_noisy
-from sgdol.paper.tuning import CRITERIA, GRIDS, Search, tune
+from sgdol.paper.configuration import Configuration, Horizons
+from sgdol.paper.experiments import EXPERIMENTS, TUNING, Experiment
+from sgdol.paper.methods import Method, methods
+from sgdol.paper.problems import Noise, Problem
+from sgdol.paper.recording import DIVERGENCE, Trace
+from sgdol.paper.results import Results, key_of
+from sgdol.paper.runner import Lanes, evaluate, run_noiseless, run_noisy
+from sgdol.paper.tuning import Search, tune
 
 __all__ = ["Progress", "reproduce"]
 
@@ -69,7 +71,8 @@ def reproduce(
         ResultsError: the folder cannot be used; nothing in it was changed.
         DataError: the data file cannot be used.
     """
-    problems = {name: _problem(name, configuration) for name in configuration.experiments()}
+    experiments = [EXPERIMENTS[name] for name in configuration.experiments()]
+    problems = [(experiment, experiment.build(configuration)) for experiment in experiments]
     results = Results(out)
     with results.alone():
         results.prepare(configuration)
@@ -80,9 +83,13 @@ def reproduce(
 
 
 def _run_all(
-    configuration: Configuration, problems: Mapping[str, Problem], results: Results, progress: Progress, workers: int
+    configuration: Configuration,
+    problems: Sequence[tuple[Experiment, Problem]],
+    results: Results,
+    progress: Progress,
+    workers: int,
 ) -> None:
-    jobs = [_Experiment(configuration, problem, results, progress) for problem in problems.values()]
+    jobs = [_Job(configuration, experiment, problem, results, progress) for experiment, problem in problems]
     progress.plan({part: total for job in jobs for part, total in job.parts().items()})
     for job in jobs:
         job.tune()
@@ -100,30 +107,31 @@ def _run_all(
             raise
 
 
-def _problem(name: str, configuration: Configuration) -> Problem:
-    if name == "rosenbrock":
-        return Rosenbrock(configuration.noise_model)
-    adult = balanced_adult(seed=configuration.seed, path=configuration.data)
-    return AdultClassifier(adult.features, adult.labels)
-
-
 class _StoppedError(Exception):
     """Another part failed or the user interrupted: this part need not go on."""
 
 
-class _Experiment:
+class _Job:
     """The parts of one experiment."""
 
-    def __init__(self, configuration: Configuration, problem: Problem, results: Results, progress: Progress) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        experiment: Experiment,
+        problem: Problem,
+        results: Results,
+        progress: Progress,
+    ) -> None:
         self.configuration = configuration
+        self.experiment = experiment
         self.problem = problem
         self.results = results
         self.progress = progress
         self.table = methods(configuration.adagrad_form)  # type: ignore[arg-type]
         self.horizons: Horizons = configuration.horizons(problem.name)
         self.repeats = configuration.repeats_of(problem.name)
-        self.grids = GRIDS[problem.name]
-        self.criterion = CRITERIA[problem.name]
+        self.grids = experiment.grids
+        self.criterion = experiment.criterion
         self.stopped = threading.Event()
 
     # ---------------------------------------------------------------------------------------------------- plan
@@ -142,7 +150,7 @@ class _Experiment:
         return parts | {self._noisy_part(noise, method): self.horizons.noisy for noise, method in self.noisy()}
 
     def _tuning_part(self) -> str:
-        return f"{self.problem.name}: tuning"
+        return f"{self.problem.name}: {TUNING}"
 
     def _noiseless_part(self) -> str:
         return f"{self.problem.name}: {self._noiseless().name}"
@@ -201,7 +209,7 @@ class _Experiment:
                 lowest = min(lowest, float(search["objective"].where(~search["diverged"]).min()))
         self.smoothness = 1 / self.chosen["SGD"]["learning_rate"]
         at_start = float(evaluate(self.problem, self.problem.x1[None])[0][0])
-        self.gap = at_start - (self.problem.optimum if isinstance(self.problem, Rosenbrock) else lowest)
+        self.gap = at_start - (lowest if self.experiment.optimum is None else self.experiment.optimum)
 
     def _search_dataset(self, search: Search) -> xr.Dataset:
         method = self.table[search.method]
@@ -230,17 +238,16 @@ class _Experiment:
     # ---------------------------------------------------------------------------------------------------- runs
 
     def _hyperparameters(self, method: Method, noise: Noise) -> dict[str, float]:
-        if method.gradients == 2:
-            return {"smoothness": self.smoothness, "alpha": float(self.configuration.alpha)}
-        if method.name == "SGD GL":
-            step_size = ghadimi_lan_step_size(
-                smoothness=self.smoothness,
-                gap=self.gap,
-                total_variance=self.problem.total_variance(noise),
-                horizon=self.horizons.noiseless if noise.deterministic else self.horizons.noisy,
-            )
-            return {"learning_rate": step_size}
-        return self.chosen[method.name]
+        if method.tuned:
+            return self.chosen[method.name]
+        known = {
+            "smoothness": self.smoothness,
+            "alpha": float(self.configuration.alpha),
+            "gap": self.gap,
+            "total_variance": self.problem.total_variance(noise),
+            "horizon": self.horizons.noiseless if noise.deterministic else self.horizons.noisy,
+        }
+        return method.from_known(**{name: known[name] for name in method.known})
 
     def run_noiseless(self) -> None:
         """The runs without noise; they share one program, so they are run together."""
@@ -309,26 +316,26 @@ class _Experiment:
             "noise": noise.name,
             "method": method.name,
             "learning_rate": rate,
-            "smoothness": hyperparameters.get("smoothness", self.smoothness if method.name == "SGD GL" else np.nan),
+            "smoothness": self.smoothness if "smoothness" in method.known else np.nan,
             "alpha": hyperparameters.get("alpha", np.nan),
             **{name: value for name, value in hyperparameters.items() if name == "beta"},
             "horizon": int(trace.iteration[-1]),
             "repeats": self.repeats,
             "seed": self.configuration.seed,
             "gradients_per_iteration": method.gradients,
-            "noise_model": self.configuration.noise_model if self.problem.name == "rosenbrock" else "minibatch",
+            "noise_model": "minibatch" if self.experiment.uses_data else self.configuration.noise_model,
             "adagrad_form": self.configuration.adagrad_form,
-            "data": self.configuration.data_sha256() if self.problem.name == "adult" else "",
+            "data": self.configuration.data_sha256() if self.experiment.uses_data else "",
             "deterministic": int(noise.deterministic),
             "running_mean": "one iteration of each stratum" if trace.evaluations else "every iteration",
             "true_gradient_evaluations": trace.evaluations,
             "diverged_if": f"an iterate beyond {DIVERGENCE:g}, or a last objective above {self.problem.ceiling:g}",
             "version": sgdol.__version__,
         }
-        if method.name == "SGD GL":
+        if "gap" in method.known:
             attributes |= {"gap": self.gap, "total_variance": self.problem.total_variance(noise)}
-            if not isinstance(self.problem, Rosenbrock):
-                attributes["estimated"] = "f* by the lowest objective of the searches, the variance by that at x_1"
+            if self.experiment.gl_constants:
+                attributes["estimated"] = self.experiment.gl_constants
         if with_noise and not trace.evaluations:
             attributes["sigma"] = noise.sigma
         return xr.Dataset(

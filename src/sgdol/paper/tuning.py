@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from sgdol.paper.methods import Method
 from sgdol.paper.problems import Problem
-from sgdol.paper.runner import Lanes, Progress, Trace, run_noiseless
+from sgdol.paper.recording import Trace
+from sgdol.paper.runner import Lanes, Progress, run_noiseless
 
-__all__ = ["GRIDS", "Criterion", "Grid", "Search", "choose", "grid_for", "tune"]
+__all__ = ["Criterion", "Grid", "Search", "choose", "grid_for", "tune"]
 
 Array = NDArray[np.float64]
 
@@ -61,33 +62,6 @@ class Criterion:
         if self.objective_tolerance == float("inf"):
             return rule
         return f"{rule}, with the objective within {self.objective_tolerance:g} of the smallest on the grid"
-
-
-CRITERIA = {"rosenbrock": Criterion(), "adult": Criterion(objective_tolerance=0.002)}
-
-GRIDS: Mapping[str, Mapping[str, Mapping[str, Grid]]] = {
-    "rosenbrock": {
-        "SGD": {"learning_rate": Grid(1e-6, 1e1)},
-        "AdaGrad Global": {"learning_rate": Grid(1e-4, 1e3)},
-        "AdaGrad Coordinate": {"learning_rate": Grid(1e-4, 1e3)},
-        "Adam": {"learning_rate": Grid(1e-5, 1e2)},
-        "RMSProp": {"learning_rate": Grid(1e-6, 1e1)},
-        "AdaDelta": {"learning_rate": Grid(1e-3, 1e4)},
-        "AMSGrad": {"learning_rate": Grid(1e-5, 1e2)},
-        "Hypergradient": {"learning_rate": Grid(1e-6, 1e-1), "beta": Grid(1e-12, 1e-2, digits=(1,))},
-    },
-    "adult": {
-        "SGD": {"learning_rate": Grid(1e-2, 2e0)},
-        "AdaGrad Global": {"learning_rate": Grid(1e-2, 2e0)},
-        "AdaGrad Coordinate": {"learning_rate": Grid(1e-2, 2e0)},
-        "Adam": {"learning_rate": Grid(5e-4, 5e-1)},
-        "RMSProp": {"learning_rate": Grid(1e-4, 1e-1)},
-        "AdaDelta": {"learning_rate": Grid(1e-2, 5e0)},
-        "AMSGrad": {"learning_rate": Grid(5e-4, 5e-1)},
-        "Hypergradient": {"learning_rate": Grid(5e-2, 1e0), "beta": Grid(1e-3, 1e1, digits=(1,))},
-    },
-}
-"""For each experiment, each tuned method and each hyperparameter, the rates that are tried."""
 
 
 def grid_for(method: Method, grids: Mapping[str, Grid]) -> dict[str, Array]:
@@ -142,8 +116,8 @@ def tune(
     methods: Sequence[Method],
     horizon: int,
     *,
-    grids: Mapping[str, Mapping[str, Grid]] | None = None,
-    criterion: Criterion | None = None,
+    grids: Mapping[str, Mapping[str, Grid]],
+    criterion: Criterion,
     progress: Progress | None = None,
 ) -> list[Search]:
     """Search the rates of several methods on the noiseless problem, all of them in one program.
@@ -152,12 +126,10 @@ def tune(
         problem: the problem.
         methods: the methods; those that have nothing to tune are an error.
         horizon: T of the search.
-        grids: for each method and hyperparameter, the rates to try; None for :data:`GRIDS`.
-        criterion: how to choose; None for the experiment's own.
+        grids: for each method and hyperparameter, the rates to try.
+        criterion: how to choose.
         progress: called as iterations are done.
     """
-    grids = GRIDS[problem.name] if grids is None else grids
-    criterion = CRITERIA[problem.name] if criterion is None else criterion
     group = []
     for method in methods:
         if not method.tuned:

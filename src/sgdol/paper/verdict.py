@@ -1,7 +1,10 @@
 """What a check of the paper leaves: the sentence it tests, numbers with their spread, and a verdict.
 
 A claim is a sentence of the paper and the parts that it is made of. A part is one number against one threshold. The
-verdict follows from the parts alone: all hold, some hold, or none does.
+verdict follows from the parts alone. Some parts are *main*: the sentence stands or falls with them. Every part of a
+theorem is main; of a finding, those at the largest noise, because noise is what the paper's experiments are about, or
+those that the sentence names. If a main part fails, the claim does not hold, however many others do. A fact of the
+set-up has no main part: it holds in part if some of its numbers are as the paper says.
 """
 
 from __future__ import annotations
@@ -10,10 +13,13 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["VERDICTS", "Claim", "Part", "Verdict"]
+__all__ = ["KINDS", "VERDICTS", "Claim", "Kind", "Part", "Verdict"]
 
 Verdict = Literal["holds", "holds in part", "does not hold", "not measured"]
 VERDICTS: tuple[Verdict, ...] = ("holds", "holds in part", "does not hold", "not measured")
+
+Kind = Literal["theorem", "finding", "set-up"]
+KINDS: tuple[Kind, ...] = ("theorem", "finding", "set-up")
 
 Relation = Literal["<=", ">="]
 
@@ -29,6 +35,7 @@ class Part:
         threshold: fixed before the measurement.
         spread: the standard error over repeats or, where that is undefined, None.
         slack: how far beyond the threshold a Monte-Carlo error may carry the number; 0 except for the theorems.
+        main: whether the sentence falls with this part.
 
     >>> Part("a ratio", 0.5, "<=", 1.0).holds
     True
@@ -42,6 +49,7 @@ class Part:
     threshold: float
     spread: float | None = None
     slack: float = 0.0
+    main: bool = False
 
     @property
     def holds(self) -> bool | None:
@@ -83,10 +91,14 @@ class Claim:
         reason: why the threshold is what it is.
         parts: the numbers.
         note: what a reader should know besides.
+        kind: a theorem, a finding of the experiments, or a fact of their set-up.
+        figures: the paper's figures in which it can be seen.
 
-    >>> claim = Claim("x", "It is so.", "Section 7", "a check", "a reason", (Part("a", 1.0, "<=", 2.0),))
-    >>> claim.verdict
+    >>> good, bad = Part("a", 1.0, "<=", 2.0), Part("b", 3.0, "<=", 2.0, main=True)
+    >>> Claim("x", "It is so.", "Section 7", "a check", "a reason", (good,)).verdict
     'holds'
+    >>> Claim("x", "It is so.", "Section 7", "a check", "a reason", (good, bad)).verdict
+    'does not hold'
     """
 
     id: str
@@ -96,28 +108,42 @@ class Claim:
     reason: str
     parts: tuple[Part, ...]
     note: str = ""
+    kind: Kind = "finding"
+    figures: tuple[int, ...] = ()
+
+    @property
+    def deciding(self) -> tuple[Part, ...]:
+        """The parts that the claim stands or falls with: the main ones or, if none is, all of them."""
+        return tuple(part for part in self.parts if part.main) or self.parts
 
     @property
     def verdict(self) -> Verdict:
-        """Holds if every measured part does, in part if some do."""
+        """Holds if every measured part does, and not if a main one fails; if others fail, in part."""
         outcomes = [part.holds for part in self.parts if part.holds is not None]
-        if not outcomes:
+        main = [part.holds for part in self.deciding if part.holds is not None]
+        if not main:
             return "not measured"
         if all(outcomes):
             return "holds"
-        return "holds in part" if any(outcomes) else "does not hold"
+        has_main = any(part.main for part in self.parts)
+        fails = not all(main) if has_main else not any(outcomes)
+        return "does not hold" if fails else "holds in part"
 
     @property
     def headline(self) -> Part:
-        """The part to show where there is room for one: the one that fails by most or, if none does, holds by least."""
+        """The part that decides: of those that fail, or if none does of all, the main ones before the others.
+
+        Among them it is the one that fails by most or holds by least.
+        """
         measured = [part for part in self.parts if part.holds is not None]
-        return max(measured or self.parts, key=lambda part: (part.holds is False, part.closeness))
+        return max(measured or self.parts, key=lambda part: (part.holds is False, part.main, part.closeness))
 
     def record(self) -> dict[str, Any]:
         """The claim as it stands in claims.json; numbers that JSON lacks are written as text."""
         headline = self.headline
         return {
             "id": self.id,
+            "kind": self.kind,
             "sentence": self.sentence,
             "where": self.where,
             "check": self.check,
@@ -128,6 +154,8 @@ class Claim:
             "spread": _plain(headline.spread),
             "relation": headline.relation,
             "threshold": _plain(headline.threshold),
+            "main": headline.main,
+            "figures": list(self.figures),
             "parts": [
                 {key: _plain(value) for key, value in asdict(part).items()} | {"holds": part.holds}
                 for part in self.parts
@@ -137,7 +165,7 @@ class Claim:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, str) or value is None:
+    if isinstance(value, str | bool) or value is None:
         return value
     number = float(value)
     return number if math.isfinite(number) else str(number)

@@ -1,8 +1,23 @@
 """The PyTorch front end: the optimizer, averages of its iterates, and a log of what it learns."""
 
-from sgdol.torch.averaging import averaged_weights, polynomial_average, random_iterate
-from sgdol.torch.free import SGDOLFree
-from sgdol.torch.log import Log, scalars
-from sgdol.torch.optimizer import SGDOL
+# ruff: noqa: E402  # what is missing is said before anything needs it
+from sgdol._extras import require
 
-__all__ = ["SGDOL", "Log", "SGDOLFree", "averaged_weights", "polynomial_average", "random_iterate", "scalars"]
+require("sgdol.torch", "torch", "torch")
+
+from sgdol.torch._averaging import averaged_weights, polynomial_average, random_iterate
+from sgdol.torch._backward import backward
+from sgdol.torch._free import SGDOLFree
+from sgdol.torch._log import Log, scalars
+from sgdol.torch._optimizer import SGDOL
+
+__all__ = [
+    "SGDOL",
+    "Log",
+    "SGDOLFree",
+    "averaged_weights",
+    "backward",
+    "polynomial_average",
+    "random_iterate",
+    "scalars",
+]

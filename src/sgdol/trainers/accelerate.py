@@ -6,18 +6,17 @@ gradient, and ``step()`` does nothing before the last of them. Accelerate divide
 number that divides the batches of an epoch.
 """
 
+# ruff: noqa: E402  # what is missing is said before anything needs it
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-try:
-    from accelerate import Accelerator
-except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(
-        f"sgdol.trainers.accelerate needs {missing.name}, which is not installed: pip install 'sgdol[trainers]'",
-        name=missing.name,
-    ) from missing
+from sgdol._extras import require
+
+require("sgdol.trainers.accelerate", "trainers", "accelerate")
+
+from accelerate import Accelerator
 
 from sgdol.torch import Log
 

@@ -21,19 +21,18 @@ token counts that vary by 20 %. Counts that hardly vary (packing, ``train_sampli
 it nothing.
 """
 
+# ruff: noqa: E402  # what is missing is said before anything needs it
 from __future__ import annotations
 
 from typing import Any
 
-try:
-    from transformers import Trainer as _Trainer
-except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(
-        f"sgdol.trainers.huggingface needs {missing.name}, which is not installed: pip install 'sgdol[trainers]'",
-        name=missing.name,
-    ) from missing
+from sgdol._extras import require
 
-from sgdol.torch.log import finite, scalars
+require("sgdol.trainers.huggingface", "trainers", "transformers")
+
+from transformers import Trainer as _Trainer
+
+from sgdol.torch._log import finite, scalars
 
 __all__ = ["StepSizeMonitor", "Trainer"]
 

@@ -10,18 +10,17 @@ Lightning divides the loss by ``accumulate_grad_batches`` also where an epoch en
 every optimizer: choose a number that divides the batches of an epoch, for instance with ``limit_train_batches``.
 """
 
+# ruff: noqa: E402  # what is missing is said before anything needs it
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-try:
-    from lightning.pytorch import Callback, LightningModule, Trainer
-except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(
-        f"sgdol.trainers.lightning needs {missing.name}, which is not installed: pip install 'sgdol[trainers]'",
-        name=missing.name,
-    ) from missing
+from sgdol._extras import require
+
+require("sgdol.trainers.lightning", "trainers", "lightning")
+
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from sgdol.torch import Log
 

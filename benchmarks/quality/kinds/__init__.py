@@ -1,0 +1,1 @@
+"""Problems of one kind each: their data, their networks and the functions that build them."""

@@ -1,0 +1,61 @@
+"""The documentation site: `make docs` builds it into docs/_build/html, without a network and without a warning."""
+
+from __future__ import annotations
+
+import os
+
+import sgdol
+
+project = "sgdol"
+author = "The sgdol developers"
+project_copyright = "2026, The sgdol developers"
+version = release = sgdol.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx-mathjax-offline",
+]
+
+# The gallery is executed: its pictures are what the code on the page makes. A page that fails, fails the build.
+nb_execution_mode = "cache"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+nb_execution_excludepatterns = ["[a-z]*.md"]  # only notebooks are executed, and those say so in their header
+nb_execution_show_tb = True
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+myst_enable_extensions = ["colon_fence", "dollarmath", "deflist", "attrs_inline"]
+myst_heading_anchors = 3
+source_suffix = {".md": "myst-nb", ".rst": "restructuredtext"}
+exclude_patterns = ["_build", "README.md"]
+
+autodoc_typehints = "none"  # the signatures have them
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autoclass_content = "class"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+add_module_names = False
+python_maximum_signature_line_length = 88
+nitpicky = False
+
+html_theme = "furo"
+html_title = "sgdol"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_theme_options = {
+    "sidebar_hide_name": False,
+    "light_css_variables": {"color-brand-primary": "#1f5fa8", "color-brand-content": "#1f5fa8"},
+    "dark_css_variables": {"color-brand-primary": "#7db4ef", "color-brand-content": "#7db4ef"},
+}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True

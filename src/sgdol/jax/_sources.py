@@ -1,0 +1,156 @@
+"""Where independent gradients come from: one function per source, and one record that all of them leave."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sgdol.jax import _axes
+from sgdol.jax._blocks import as_real
+from sgdol.surrogate import Estimator
+
+__all__ = ["Gradients", "refuse_integers", "take"]
+
+
+class Gradients(NamedTuple):
+    """The gradients of one call of ``update``: all that the statistics know of where they came from."""
+
+    vectors: list[jax.Array]
+    """Of each leaf, this device's gradients along the first axis: real, in float32 or wider."""
+    mean: list[jax.Array]
+    """Of each leaf, the gradient that the update follows: the mean of all, for the paper's estimator the first."""
+    k: int
+    """How many gradients there are, over all devices."""
+    axes: tuple[Any, ...]
+    """The named axes over whose devices they are spread; none if all are here."""
+    dtypes: list[Any]
+    """The types of the gradients as they were given."""
+    enough: jax.Array
+    """Whether an update can be made of them; else the gradient waits for its partner."""
+    waiting: Any
+    """What is held from now on if it cannot: of the shape and type of the parameters."""
+
+
+def take(updates: Any, others: Any, held: Any, pending: jax.Array, estimator: Estimator, axis_name: Any) -> Gradients:
+    """The gradients of a call, from the source that their shapes tell.
+
+    Args:
+        updates: what ``update`` was given: a gradient, or several stacked.
+        others: a second gradient, or None.
+        held: the gradient that is held, or zeros; of the shape of the parameters.
+        pending: whether one is held.
+        estimator: the paper's counts the gradients of all devices as one, their mean.
+        axis_name: of the devices that have gradients of their own, or None.
+    """
+    axes = _axes.names(axis_name)
+    stacked = _is_stacked(updates, held, "updates", least=1 if axes else 2)
+    if others is not None:
+        others = _where_not_masked(updates, others)
+        if stacked or _is_stacked(others, held, "others", least=2):
+            raise ValueError("others completes one gradient: give either others or stacked gradients, not both")
+    if axes:
+        updates, others, axes = _of_devices(updates, others, axis_name, estimator)
+        if stacked and not axes and jax.tree.leaves(updates)[0].shape[0] == 1:
+            updates, stacked = jax.tree.map(lambda g: g[0], updates), False
+    if others is not None:
+        return _gradients(_pair(updates, others), held, estimator, axes)
+    if stacked:
+        return _gradients(updates, held, estimator, axes)
+    if axes:  # one on each device
+        return _gradients(jax.tree.map(lambda g: jnp.asarray(g)[None], updates), held, estimator, axes)
+    return _alternating(updates, held, pending, estimator)
+
+
+# Sources --------------------------------------------------------------------------------------------------------------
+
+
+def _alternating(updates: Any, held: Any, pending: jax.Array, estimator: Estimator) -> Gradients:
+    """The gradient that is held and this one; if none is held, this one waits."""
+    partner = jax.tree.map(jnp.asarray, updates)
+    waiting = jax.tree.map(lambda g, h: g.astype(h.dtype), partner, held)
+    return _gradients(_pair(held, partner), held, estimator, ())._replace(enough=pending, waiting=waiting)
+
+
+def _of_devices(updates: Any, others: Any, axis_name: Any, estimator: Estimator) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Each device's own gradients and the axes; or their mean and no axes where that counts as one gradient."""
+    _axes.refuse_shared(axis_name, updates if others is None else (updates, others))
+    axes = _axes.names(axis_name)
+    if estimator == "paper" or _axes.size_of(axes) == 1:
+        return _axes.mean_over(axes, updates), _axes.mean_over(axes, others), ()
+    return updates, others, axes
+
+
+def _pair(first: Any, second: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.stack([jnp.asarray(a), jnp.asarray(b)]), first, second)
+
+
+def _gradients(stacked: Any, held: Any, estimator: Estimator, axes: tuple[Any, ...]) -> Gradients:
+    """Several gradients along the first axis of every leaf, here and on the devices of the axes."""
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(stacked)]
+    vectors = [as_real(leaf) for leaf in leaves]
+    k = leaves[0].shape[0] * _axes.size_of(axes)
+    if estimator == "paper":
+        mean = [g[0] for g in vectors]
+    elif k == 2 and not axes:
+        mean = [(g[0] + g[1]) / 2 for g in vectors]
+    else:
+        mean = _axes.mean_over(axes, [jnp.sum(g, axis=0) / g.shape[0] for g in vectors])
+    return Gradients(
+        vectors=vectors,
+        mean=mean,
+        k=k,
+        axes=axes,
+        dtypes=[leaf.dtype for leaf in leaves],
+        enough=jnp.ones((), bool),
+        waiting=jax.tree.map(jnp.zeros_like, held),
+    )
+
+
+# Shapes ---------------------------------------------------------------------------------------------------------------
+
+
+def refuse_integers(params: Any) -> None:
+    """Refuse leaves that have no gradient."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"params must be floating-point or complex: params{jax.tree_util.keystr(path)} is "
+                f"{jnp.result_type(leaf)}; leave it out with optax.masked or optax.partition"
+            )
+
+
+def _where_not_masked(updates: Any, others: Any) -> Any:
+    """``others``, without what a mask has taken out of ``updates``: ``optax.masked`` only masks the latter."""
+
+    def masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    if not any(masked(node) for node in jax.tree.leaves(updates, is_leaf=masked)):
+        return others
+    try:
+        return jax.tree.map(lambda g, other: g if masked(g) else other, updates, others, is_leaf=masked)
+    except ValueError:
+        return others  # which _is_stacked refuses in words
+
+
+def _is_stacked(tree: Any, like: Any, name: str, least: int) -> bool:
+    """Whether every leaf has one leading axis more than its parameter; an error for anything but all or none."""
+    given: Any = jax.tree.structure(tree)
+    expected: Any = jax.tree.structure(like)
+    if given != expected:
+        raise ValueError(f"{name} must have the tree structure of the parameters, {expected}, got {given}")
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(like)[0]]
+    shapes = [(jnp.shape(g), jnp.shape(p)) for g, p in zip(jax.tree.leaves(tree), jax.tree.leaves(like), strict=True)]
+    if all(g == p for g, p in shapes):
+        return False
+    fit = [g[1:] == p and len(g) == len(p) + 1 and g[0] >= least for g, p in shapes]
+    if all(fit) and len({g[0] for g, _ in shapes}) == 1:
+        return True
+    wrong = [f"{name}{path} has the shape {g}, its parameter {p}" for path, (g, p) in zip(paths, shapes, strict=True)]
+    raise ValueError(
+        f"every leaf of {name} must have the shape of its parameter, or every leaf that shape after one new first axis "
+        f"of the same length k >= {least}: {'; '.join(wrong[:5])}{'; ...' * (len(wrong) > 5)}"
+    )

@@ -1,0 +1,155 @@
+r"""Averages of the iterates, for :class:`torch.optim.swa_utils.AveragedModel`.
+
+Algorithm 1 returns an iterate drawn uniformly from :math:`x_1, \dots, x_T`, which is what the theorems speak of. A
+polynomial average weights the later iterates more.
+
+>>> import torch
+>>> from torch.optim.swa_utils import AveragedModel
+>>> model = torch.nn.Linear(2, 1)
+>>> averaged = AveragedModel(model, avg_fn=polynomial_average(power=8))
+>>> averaged.update_parameters(model)  # after every opt.step()
+>>> with averaged_weights(model, averaged):
+...     _ = model(torch.ones(1, 2))  # evaluate or save here
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
+
+from sgdol.torch._tensors import scalar_dtype
+
+__all__ = ["add_to_average", "averaged_weights", "polynomial_average", "random_iterate", "swapped_in"]
+
+AverageFunction = Callable[[Tensor, Tensor, Tensor | int], Tensor]
+
+
+def polynomial_average(power: float = 8.0) -> AverageFunction:
+    r"""An ``avg_fn`` that weights iterate t in proportion to about :math:`t^a`.
+
+    .. math:: \bar x_t = \bar x_{t-1} + \min\left(1, \frac{a + 1}{t + a}\right) (x_t - \bar x_{t-1})
+
+    ``power=0`` is the uniform average. (Shamir and Zhang 2013.)
+
+    Args:
+        power: a, at least 0: the larger, the more the late iterates count.
+
+    >>> average = polynomial_average(power=0)
+    >>> average(torch.tensor(1.0), torch.tensor(4.0), 2)  # the third iterate joins the mean of two
+    tensor(2.)
+    """
+    if not 0 <= power < float("inf"):
+        raise ValueError(f"power must be finite and at least 0, got {power!r}")
+
+    @torch.no_grad()
+    def average(averaged: Tensor, current: Tensor, num_averaged: Tensor | int) -> Tensor:
+        # num_averaged counts the iterates before this one, which is number t = num_averaged + 1.
+        before = num_averaged.to(scalar_dtype(current.device)) if isinstance(num_averaged, Tensor) else num_averaged
+        weight = (power + 1) / (before + 1 + power)
+        return averaged + (current - averaged) * weight
+
+    return average
+
+
+def random_iterate(seed: int = 0) -> AverageFunction:
+    r"""An ``avg_fn`` that holds an iterate drawn uniformly from those so far: the output of Algorithm 1.
+
+    Reservoir sampling: iterate t replaces the one that is held with probability 1/t. The decision depends on the seed
+    and on t alone, so that all parameters of a model, and all ranks of a job, take the same
+    iterate, also after resuming.
+
+    Args:
+        seed: which draw.
+
+    >>> choose = random_iterate(seed=0)
+    >>> choose(torch.tensor(1.0), torch.tensor(2.0), 0)  # the first iterate is always taken
+    tensor(2.)
+    """
+
+    @torch.no_grad()
+    def choose(held: Tensor, current: Tensor, num_averaged: Tensor | int) -> Tensor:
+        t = int(num_averaged) + 1
+        take = random.Random(f"{seed}:{t}").random() < 1 / t
+        return current.clone() if take else held
+
+    return choose
+
+
+@contextmanager
+def averaged_weights(model: torch.nn.Module, averaged: AveragedModel) -> Iterator[None]:
+    """Put the averaged weights into the model, for evaluation or saving, and take them out again.
+
+    Parameters always; buffers only if ``averaged`` averages them (``use_buffers=True``): else a BatchNorm keeps the
+    statistics of the model itself (see :func:`torch.optim.swa_utils.update_bn`). What is changed inside is undone.
+
+    Args:
+        model: the model that is trained; its tensors stay the same objects, so that the optimizer does not notice.
+        averaged: its average.
+
+    >>> model = torch.nn.Linear(1, 1)
+    >>> averaged = AveragedModel(model, avg_fn=polynomial_average())
+    >>> with torch.no_grad():
+    ...     _ = model.weight.fill_(3.0), averaged.module.weight.fill_(2.0)
+    >>> with averaged_weights(model, averaged):
+    ...     model.weight.item()
+    2.0
+    >>> model.weight.item()
+    3.0
+    """
+    mine: list[Tensor] = [*model.parameters()]
+    theirs: list[Tensor] = [*averaged.module.parameters()]
+    if averaged.use_buffers:
+        mine += model.buffers()
+        theirs += averaged.module.buffers()
+    with swapped_in(mine, theirs):
+        yield
+
+
+@contextmanager
+def swapped_in(tensors: list[Tensor], values: list[Tensor]) -> Iterator[None]:
+    """Write the values into the tensors, and what they were back at the end."""
+    kept = [tensor.detach().clone() for tensor in tensors]
+    try:
+        _copy(values, tensors)
+        yield
+    finally:
+        _copy(kept, tensors)
+
+
+def add_to_average(
+    averages: list[Tensor], tensors: list[Tensor], t: Tensor, power: float, ok: Tensor | None = None
+) -> None:
+    r"""Move the averages on to iterate t: :math:`\bar x \leftarrow \bar x + \frac{a + 1}{t + a} (x - \bar x)`.
+
+    Args:
+        averages: written to.
+        tensors: the iterate.
+        t: how many iterates there are with this one, from 1.
+        power: a, at least 0.
+        ok: None, or a boolean scalar on the device that says whether this iterate counts.
+
+    >>> mean = torch.tensor([1.0])
+    >>> add_to_average([mean], [torch.tensor([4.0])], torch.tensor(3), power=0)
+    >>> mean
+    tensor([2.])
+    """
+    if ok is None and t.device.type == "cpu":
+        weight: Any = (power + 1) / (t.item() + power)
+    else:  # a number that stays on the device
+        weight = (power + 1) / (t + power)
+        weight = weight if ok is None else torch.where(ok, weight, torch.zeros_like(weight))
+    for average, tensor in zip(averages, tensors, strict=True):
+        factor = weight if isinstance(weight, float) else weight.to(device=average.device, dtype=average.dtype)
+        average.lerp_(tensor.detach().to(average.dtype), factor)
+
+
+@torch.no_grad()
+def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

@@ -1,0 +1,206 @@
+"""Saving and loading: all of torch.distributed.checkpoint's protocol, and state without rounding.
+
+``Optimizer.load_state_dict`` casts floating-point state to the parameter's type, which would round sums and averages of
+narrow parameters: :func:`restore` puts the saved values back as they were, spread over the ranks as the parameter is.
+
+torch.distributed.checkpoint (:data:`CHECKPOINT`) asks for more. It loads *into* a state dict that is there already, key
+by key, and drops what it does not find there. So
+
+* when it is what calls ``state_dict()``, the keys are all that there can be (:func:`complete`): what is not there yet
+  is as it is before any update, and a gradient that is not held is zero;
+* to make an optimizer create its state it sets lr = 0 and all gradients to zero and calls ``step()``, which no backward
+  pass has made: then everything is created that there can be (:func:`create`), and nothing else happens;
+* gradients that nobody holds are dropped again when training goes on (:func:`drop_blanks`), and after loading.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sgdol.learners import Learner
+from sgdol.torch import _diagnostics as diagnostics
+from sgdol.torch._geometry import Geometry
+from sgdol.torch._statistics import uses_momentum
+from sgdol.torch._tensors import real_view, scalar_dtype, wide_dtype
+from sgdol.torch._world import fitted, like_parameter, local
+
+__all__ = ["Blanks", "complete", "create", "drop_blanks", "first_step_size", "is_asked", "load", "restore"]
+
+CHECKPOINT = "torch.distributed.checkpoint"
+"""Where get_state_dict and set_state_dict are, and save and load, which an optimizer can be given as it is."""
+
+
+class Blanks:
+    """Everything that there can be in an optimizer's state, as it is before any update.
+
+    Args:
+        groups: the parameter groups.
+        state: the optimizer's state.
+        learner_of: the online learner of a group.
+        geometry: knows what metrics remember.
+        keeps_direction: whether the last direction of a parameter in a group is kept.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        state: dict[Any, Any],
+        learner_of: Callable[[dict[str, Any]], Learner],
+        geometry: Geometry,
+        keeps_direction: Callable[[Tensor, dict[str, Any]], bool],
+    ) -> None:
+        self._groups = groups
+        self._state = state
+        self._learner_of = learner_of
+        self._geometry = geometry
+        self._keeps_direction = keeps_direction
+
+    def groups(self) -> list[dict[str, Any]]:
+        """What each parameter group can have; each its own memory, because a checkpoint is read into it."""
+        like = first_step_size(self._groups[0]).new_zeros(())
+        blank = []
+        for group in self._groups:
+            found: dict[str, Any] = {"gradients": 0, "pending": False, "totals": diagnostics.zeros(like)}
+            if group["alpha"] is None:
+                found["alpha_learned"] = like.clone()
+            if uses_momentum(group):
+                found["momentum_weight"] = like.clone()
+            if group["granularity"] in ("global", "group"):
+                found.update(self._learner(group, like))
+            blank.append(found)
+        return blank
+
+    def parameters(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """What each parameter can have and has not; copies only of that."""
+        return [(p, self._parameter(p, group)) for group in self._groups for p in group["params"]]
+
+    def _parameter(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        like, known = real_view(local(p.detach())), self._state.get(p, {})
+        blank: dict[str, Any] = {}
+        if "held_gradient" not in known:
+            blank["held_gradient"] = torch.zeros_like(p)
+        wide = torch.zeros_like(like, dtype=wide_dtype(like.dtype), memory_format=torch.contiguous_format)
+        if uses_momentum(group) and "momentum" not in known:
+            blank["momentum"] = like_parameter(torch.zeros_like(wide), p)
+        if self._keeps_direction(p, group) and "direction" not in known:
+            blank["direction"] = like_parameter(torch.zeros_like(wide), p)
+        if group["averaging"] is not None and "average" not in known:
+            blank["average"] = p.detach().to(dtype=torch.promote_types(p.dtype, torch.float32), copy=True)
+        if group["granularity"] == "tensor":
+            blank.update(self._learner(group, torch.zeros((), device=p.device, dtype=scalar_dtype(p.device))))
+        elif group["granularity"] == "coordinate" and not any(key.startswith("learner.") for key in known):
+            number = self._learner(group, wide.new_zeros(()))
+            blank.update({key: like_parameter(value.expand_as(wide).clone(), p) for key, value in number.items()})
+        blank.update(self._geometry.blank(p))
+        return {key: value for key, value in blank.items() if key not in known}
+
+    def _learner(self, group: dict[str, Any], like: Tensor) -> dict[str, Tensor]:
+        fresh = self._learner_of(group).initial(like)
+        return {f"learner.{name}": value.clone() for name, value in zip(fresh._fields, fresh, strict=True)}
+
+
+def is_asked() -> bool:
+    """Whether a function of torch.distributed.checkpoint is what called, directly or through others."""
+    if CHECKPOINT not in sys.modules:
+        return False
+    frame = sys._getframe(1).f_back
+    while frame is not None and not f"{frame.f_globals.get('__name__')}.".startswith(f"{CHECKPOINT}."):
+        frame = frame.f_back
+    return frame is not None
+
+
+def complete(state_dict: dict[str, Any], blanks: Blanks) -> dict[str, Any]:
+    """A state dict with everything that there can be."""
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    state = state_dict["state"]
+    for group, blank in zip(state_dict["param_groups"], blanks.groups(), strict=True):
+        group.update({key: value for key, value in blank.items() if key not in group})
+    for index, (p, blank) in zip(indices, blanks.parameters(), strict=True):
+        if p.requires_grad or index in state:
+            state[index] = {**blank, **state.get(index, {})}
+    return state_dict
+
+
+def create(groups: list[dict[str, Any]], state: dict[Any, Any], blanks: Blanks) -> None:
+    """Everything that there can be, until there is something."""
+    for p, blank in blanks.parameters():
+        if p.requires_grad:
+            for key, value in blank.items():
+                state[p].setdefault(key, value)
+    for group, blank in zip(groups, blanks.groups(), strict=True):
+        group.update({key: value for key, value in blank.items() if key not in group})
+
+
+def drop_blanks(state: dict[Any, Any], pending: bool) -> None:
+    """Forget held gradients that nobody holds."""
+    if not pending:
+        for p in list(state):
+            state[p].pop("held_gradient", None)
+            if not state[p]:
+                del state[p]
+
+
+def load(
+    optimizer: Optimizer,
+    load_state_dict: Callable[[dict[str, Any]], Any],
+    state_dict: dict[str, Any],
+    check: Callable[[dict[str, Any]], None],
+    then: Callable[[], None],
+) -> None:
+    """Load a state, exactly.
+
+    Args:
+        optimizer: into which.
+        load_state_dict: torch's own way to load into it.
+        state_dict: what ``state_dict()`` returned.
+        check: refuses a state that does not belong to the optimizer.
+        then: what is to be done when it is there.
+    """
+    loaded: dict[str, Any] = {}
+
+    def before(_: Optimizer, final: dict[str, Any]) -> None:
+        check(final)
+        loaded.update(final)
+
+    def after(_: Optimizer) -> None:
+        restore(optimizer, loaded)
+        then()
+
+    # Last and first among the hooks that users may have registered: they see and say what they expect to.
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_post_hook(after, prepend=True),
+    ]
+    try:
+        load_state_dict(state_dict)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def restore(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Undo torch's cast of floating-point state to the parameter's type."""
+    saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, p in zip(saved, params, strict=True):
+        shapes = (p.shape, (*p.shape, 2)) if p.is_complex() else (p.shape,)
+        for key, value in state_dict["state"].get(index, {}).items():
+            if isinstance(value, Tensor):
+                if value.dim() and value.shape not in shapes:
+                    raise ValueError(
+                        f"state_dict does not fit: {key} of parameter {index} has shape {tuple(value.shape)}, the "
+                        f"parameter {tuple(p.shape)}"
+                    )
+                optimizer.state[p][key] = fitted(value, p)
+
+
+def first_step_size(group: dict[str, Any]) -> Tensor:
+    """The step size before any update: lr."""
+    device = group["params"][0].device if group["params"] else torch.device("cpu")
+    return torch.as_tensor(group["lr"], device=device, dtype=scalar_dtype(device)).detach().clone().reshape(())

@@ -1,0 +1,171 @@
+"""Calling a closure, and measuring what it leaves: the loss, the gradient, and how long its contributions are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sgdol.torch._contributions import Contributions
+from sgdol.torch._rerun import Rerun
+from sgdol.torch._vectors import Space, Vector, dot, multiply, norm, numbers, total
+from sgdol.torch._world import Finder, Own
+
+__all__ = ["Evaluation", "Evaluator", "Here", "loss_of", "root"]
+
+
+class Evaluation(NamedTuple):
+    """What one call of the closure gave."""
+
+    loss: float
+    """The mean over the ranks of what the closure returned; negative if it is maximised."""
+    g: Vector
+    """The mean gradient, times the factor that brings it into range."""
+    norm: float
+    """||g|| in the metric..."""
+    squares: float
+    """...and the root of the sum of the squared norms of the k contributions to it."""
+    k: int
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm) and math.isfinite(self.squares)
+
+
+class Here(NamedTuple):
+    """The point of this step, and the norm that is used there."""
+
+    space: Space
+    x: Vector
+    inverse: Vector | None
+    """1/D; None for Euclid's norm."""
+
+    def sharp(self, g: Vector, name: str = "scratch") -> Vector:
+        """From a gradient to a direction: D^-1 g, in the memory of this name, or g itself if D is 1."""
+        return g if self.inverse is None else multiply(g, self.inverse, self.space.empty(name))
+
+    def length(self, s: Vector) -> float:
+        """||s|| of a difference of points: in D."""
+        if self.inverse is not None:
+            roots = zip(s, self.inverse, self.space.empty("scratch"), strict=True)
+            s = [torch.rsqrt(inverse, out=out).mul_(a) for a, inverse, out in roots]
+        return norm(s)
+
+    def difference(self, a: Vector, b: Vector, name: str) -> Vector:
+        """The difference, in the memory of this name."""
+        return [torch.sub(x, y, out=z) for x, y, z in zip(a, b, self.space.empty(name), strict=True)]
+
+
+class Evaluator:
+    """Calls closures over some parameters.
+
+    Vectors of gradients are multiplied by :attr:`factor`: by 1, or by a power of two if their squares would leave the
+    range; negative to ascend. All numbers are in the gradients' own units.
+
+    Args:
+        params: the parameters.
+        finder: knows who shares them.
+        sign: 1 to descend, -1 to ascend.
+        unit: the size of the factor, if it has been chosen before.
+    """
+
+    def __init__(self, params: list[Tensor], finder: Finder, sign: float, unit: float) -> None:
+        self._contributions = Contributions(params, finder)
+        self._rerun = Rerun()
+        self._finder = finder
+        self._devices = {p.device for p in params}
+        self._sign = sign
+        self.unit = unit
+
+    @property
+    def factor(self) -> float:
+        """What vectors of gradients are multiplied by."""
+        return self._sign * self.unit
+
+    def first(self, closure: Callable[[], Any], choose: bool) -> Any:
+        """Call the closure for the first time in a step: what it returned.
+
+        Args:
+            closure: evaluates the batch.
+            choose: whether to choose the unit anew.
+        """
+        self._contributions.begin(self._sign, None if choose else self.unit, "now")
+        with self._rerun.first(self._devices), torch.enable_grad():
+            result = closure()
+        self.unit = abs(self._contributions.factor)
+        return result
+
+    def again(self, closure: Callable[[], Any], here: Here) -> Evaluation:
+        """Evaluate the same batch where the parameters are now, in the metric of this step; nobody notices."""
+        self._contributions.begin(self._sign, self.unit, "again")
+        with self._rerun.again(), torch.enable_grad():
+            result = closure()
+        return self.measure(here, result)
+
+    def undo(self) -> None:
+        """Take back what the first call did to buffers."""
+        self._rerun.undo()
+
+    def space_of(self, params: list[Tensor]) -> Space:
+        """The vectors over these parameters."""
+        return self._contributions.space_of(params)
+
+    def measure(self, here: Here, result: Any) -> Evaluation:
+        """What the last call left."""
+        loss = loss_of(result) * self._sign
+        found, world = self._contributions.found(here.space), self._finder.world
+        k = found.passes * world.ranks
+        if k < 2:
+            raise RuntimeError(
+                f"SGDOLFree needs at least two independent gradients per step, the closure ran backward() "
+                f"{found.passes} time(s). Split the batch: for x, y in zip(inputs.chunk(2), targets.chunk(2)): "
+                "(loss_fn(model(x), y) / 2).backward()"
+            )
+        assert found.squares is not None
+        n = dot(found.g, here.sharp(found.g))
+        q = total(found.squares) if here.inverse is None else dot(found.squares, here.inverse)
+        if world.ranks == 1:
+            nn, qq = numbers(n, q)
+        else:  # n is that of the mean gradient, which every rank has; Q and the loss in one all-reduce
+            own = Own(q.new_zeros(0, 1), q.double().reshape(1), q.double().new_tensor([loss]), [], found.passes)
+            shared = world.share(here.space.params[:1], own)
+            nn, qq, loss = numbers(n, shared.q[0], shared.seen[0] / world.ranks)
+        return Evaluation(loss, found.g, root(nn) / self.unit, root(qq) / self.unit, k)
+
+    def norm(self, here: Here, g: Vector) -> float:
+        """||g|| of a vector of gradients: in D^-1."""
+        return root(numbers(dot(g, here.sharp(g)))[0]) / self.unit
+
+    def refuse_another_batch(self, here: Here, now: Evaluation, again: Evaluation) -> None:
+        """Two evaluations at one point must be the same."""
+        share = self.norm(here, here.difference(now.g, again.g, "y")) / now.norm
+        allowed = max(_tolerance(p) for p in here.space.params)
+        if not share <= allowed:
+            raise RuntimeError(
+                "the closure does not evaluate the same batch each time: called twice at the same point, with the same "
+                f"random numbers of torch, its gradients differ by {share:.2g} of their length. Draw the batch before "
+                "step(), outside the closure; random augmentation that does not use torch's global generator belongs "
+                "outside too"
+            )
+
+
+def root(square: float) -> float:
+    return math.sqrt(square) if square >= 0 else math.nan
+
+
+def loss_of(result: Any) -> float:
+    if isinstance(result, Tensor) and result.numel() == 1:
+        return float(result.detach())
+    if isinstance(result, Real) and not isinstance(result, bool):
+        return float(result)
+    raise TypeError(f"the closure must return the loss of the batch, a number or a tensor with one, got {result!r}")
+
+
+def _tolerance(p: Tensor) -> float:
+    """By how much two gradients of the same batch may differ: kernels on accelerators add in any order."""
+    rounding = math.sqrt(torch.finfo(p.dtype).eps)
+    return rounding if p.device.type == "cpu" else max(rounding, 0.01)

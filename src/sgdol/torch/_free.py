@@ -1,0 +1,504 @@
+"""The PyTorch optimizer that measures M itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sgdol import free, metrics, summary
+from sgdol.averaging import weight as weight_in_average
+from sgdol.free import Settings, State
+from sgdol.metrics import RMS
+from sgdol.torch import _checkpoint as checkpoint
+from sgdol.torch._base import WatchingOptimizer
+from sgdol.torch._evaluations import Evaluation, Evaluator, Here, loss_of, root
+from sgdol.torch._free_options import SHARED, Group, checked, of_this_version, refuse_other_shapes
+from sgdol.torch._tensors import real_view
+from sgdol.torch._vectors import Space, Vector, dot, numbers
+from sgdol.torch._world import Finder, World
+
+__all__ = ["SGDOLFree"]
+
+WHOLE = 1 << 14
+SAMPLED = 256
+"""A point of at most so many coordinates is compared whole, of a larger one about so many of them, to notice that
+somebody else has moved it."""
+
+
+class SGDOLFree(WatchingOptimizer):
+    r"""SGDOL that needs neither a learning rate nor a smoothness constant. Experimental.
+
+    It measures the smoothness M along its own steps: now and then (about every tenth step) it evaluates the batch of
+    the step at the point before the last step as well. Signal and noise come from the independent gradients of the
+    batch, as in :class:`sgdol.SGDOL`, and
+
+    .. math:: \eta_t = \frac{\alpha + S}{M (\alpha + S/4 + c N)}, \qquad S = \sum_{j<t} u_j, \quad
+        N = \sum_{j<t} (n_j - u_j), \quad \alpha = 4 n_1,
+
+    scales a momentum direction, with c from 1/2, while the loss falls, to 1. All lengths are taken in a metric that is
+    made of past gradients. A step whose curvature was too much for it is taken back, and a loss that jumps sends the
+    run back to its average. What is to be used is that average: see :meth:`averaged`. The algorithm, what was measured
+    and what failed is in ``docs/without_smoothness.md``.
+
+    ``step`` takes a closure that evaluates **the same batch** each time it is called within one step, in two or more
+    ``backward()`` calls (under DistributedDataParallel one is enough: the ranks are the independent gradients), and
+    returns the loss of the batch. Dropout draws the same numbers each time, and buffers such as BatchNorm's
+    statistics are updated once. Between steps it keeps four vectors of the size of the model: momentum, metric,
+    average and last point.
+
+    Args:
+        params: parameters or parameter groups; groups may differ in weight_decay.
+        momentum: beta in [0, 1) of :math:`d_t = D_t^{-1} m_t/(1-\beta^t)`,
+            :math:`m_t = \beta m_{t-1} + (1-\beta) \bar g_t`.
+        weight_decay: decoupled: :math:`x \leftarrow x - \eta_t (d_t + \mathrm{weight\_decay} \cdot x)`.
+        averaging: a of the polynomial average, at least 0: iterate t counts about as :math:`t^a`.
+        metric: ``"rms"``, ``"adagrad"``, ``"euclidean"`` (D = 1, one vector less), or an object of
+            :mod:`sgdol.metrics`.
+        maximize: ascend instead; the same in all groups.
+        foreach: as in torch.optim; every vector is one tensor here, so it makes no difference.
+
+    >>> import torch
+    >>> _ = torch.manual_seed(0)
+    >>> model = torch.nn.Linear(3, 1)
+    >>> opt = SGDOLFree(model.parameters())
+    >>> for _ in range(300):
+    ...     x = torch.randn(32, 3)
+    ...     y = x.sum(1, keepdim=True) + 0.1 * torch.randn(32, 1)
+    ...     def closure():
+    ...         opt.zero_grad()
+    ...         losses = [(model(a) - b).square().mean() / 2 for a, b in zip(x.chunk(2), y.chunk(2))]
+    ...         for loss in losses:
+    ...             loss.backward()
+    ...         return sum(losses)
+    ...     loss = opt.step(closure)
+    >>> with opt.averaged():
+    ...     bool((model.weight - 1).abs().max() < 0.02)
+    True
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        averaging: float = 8.0,
+        metric: str | metrics.Metric = "rms",
+        maximize: bool = False,
+        foreach: bool | None = None,
+    ) -> None:
+        defaults = {
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "averaging": averaging,
+            "metric": metric,
+            "maximize": maximize,
+            "foreach": foreach,
+        }
+        defaults = checked(defaults)
+        self._settings = Settings()
+        self._prepare()
+        super().__init__(params, defaults)
+
+    def _prepare(self) -> None:
+        """What is not saved: it is found again."""
+        super()._prepare()
+        self._calls: Evaluator | None = None
+        self._space: Space | None = None
+        self._vectors: dict[str, Vector] = {}
+        self._left: tuple[Space, list[int], Vector] | None = None
+        self._turn = False
+
+    # The public face --------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step with the batch that the closure evaluates.
+
+        Args:
+            closure: computes the loss of one batch in two or more parts, calls ``backward()`` on each, and returns
+                the loss. It is called once or twice, more often in the first step, and has to evaluate the same batch
+                each time: draw the batch outside.
+
+        Returns:
+            What the first call of the closure returned.
+        """
+        if closure is None:
+            raise TypeError(
+                "SGDOLFree.step needs a closure: a function that computes the loss of one batch in two or more parts, "
+                "calls backward() on each and returns the loss. Got closure=None"
+            )
+        with torch.no_grad():
+            return self._step(closure)
+
+    @torch.compiler.disable
+    def _step(self, closure: Callable[[], Any]) -> Any:
+        state = self._rule()
+        result = self._evaluator().first(closure, choose=state.updates == 0)
+        here: Here | None = None
+        try:
+            here, now = self._arrive(state, result)
+            if not now.finite:
+                self._evaluator().undo()
+            state = state._replace(evaluations=state.evaluations + 1)
+            state, here, now = self._advance(state, here, now, closure)
+        except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C there
+            self._evaluator().undo()
+            if here is not None:
+                here.space.put(here.x)
+                self._remember_where(here)
+            raise
+        if now.finite and state.first_norm > 0:
+            state = self._move(state, here, now)
+        elif not now.finite:
+            state = state._replace(skipped=state.skipped + 1)
+        self._keep_rule(state, now.k)
+        self._remember_where(here)
+        return result
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the averaged parameters in, for evaluation and saving, and take them out again.
+
+        Only parameters are averaged. A model with BatchNorm wants its statistics for the averaged parameters:
+        :func:`torch.optim.swa_utils.update_bn` inside.
+        """
+        if self._space is not None:
+            self._refuse_moved(self._space, self._space.point("there"))
+        with super()._averaged():
+            yield
+        if self._left is not None:
+            space, _, left = self._left
+            self._left = (space, _versions(space), left)
+
+    def averaged_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """``model.state_dict()`` with the averaged parameters in it: what to save for use. Buffers are the model's.
+
+        >>> model = torch.nn.Linear(2, 1)
+        >>> opt = SGDOLFree(model.parameters())
+        >>> sorted(opt.averaged_state_dict(model))
+        ['bias', 'weight']
+        """
+        with self.averaged():
+            return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    def diagnostics(self) -> dict[str, Any]:
+        """What the optimizer has learned, as plain numbers.
+
+        * ``step_size``: eta of the last step, one per parameter group; ``smoothness``: M as measured so far.
+        * ``signal_to_noise``: sum of u over sum of n - u, over about the last hundred steps; at least 0.
+        * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have
+          as much signal as noise; infinite if no signal was seen.
+        * ``updates``, ``skipped`` (batches that are not finite), ``gradients`` (k of the last step).
+        * ``evaluations``: calls of the closure; ``rejections``: steps taken back after a look-back; ``rollbacks``:
+          returns to the average after a jump of the loss.
+        """
+        state = self._rule()
+        k = self.param_groups[0].get("gradients", 0)
+        length = state.recent_signal + state.recent_noise
+        return {
+            "step_size": [g["step_size"] for g in self.param_groups],
+            "smoothness": state.smoothness,
+            "signal_to_noise": summary.signal_to_noise(state.recent_signal, length),
+            "noise_scale": summary.noise_scale(state.recent_signal, length, k),
+            "updates": state.updates,
+            "skipped": state.skipped,
+            "gradients": k,
+            "evaluations": state.evaluations,
+            "rejections": state.rejections,
+            "rollbacks": state.rollbacks,
+        }
+
+    def moved(self) -> None:
+        """Say that you changed the parameters a little on purpose (clipping, projecting): go on from where they are."""
+        self._left = None
+
+    def restart(self) -> None:
+        """Forget everything, as if newly constructed; for instance after other weights were loaded into the model."""
+        self.state.clear()
+        self._prepare()
+        for group in self.param_groups:
+            for name in ("rule", "gradients", "unit"):
+                group.pop(name, None)
+            group["step_size"] = 0.0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; it may bring its own weight_decay."""
+        if isinstance(param_group, dict):
+            options = checked({**self.defaults, **param_group})
+            param_group.update({name: options[name] for name in param_group if name in self.defaults})
+            for name in SHARED:
+                if options[name] != self.defaults[name]:
+                    raise ValueError(
+                        f"{name} is the same for all parameter groups: this optimizer has {self.defaults[name]!r}, "
+                        f"the group has {options[name]!r}"
+                    )
+        super().add_param_group(param_group)
+        group = self.param_groups[-1] = Group(self.param_groups[-1])
+        for p in group["params"]:
+            if hasattr(p, "device_mesh"):
+                raise NotImplementedError(
+                    f"SGDOLFree does not support DTensor parameters (fully_shard, tensor parallel), got one of shape "
+                    f"{tuple(p.shape)}; DistributedDataParallel is supported"
+                )
+        first = self.param_groups[0]
+        for name in ("rule", "gradients", "unit"):
+            if name in first:
+                group[name] = first[name]
+        group.setdefault("step_size", first.get("step_size", 0.0))
+        self._finder = self._calls = None
+
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__} ("]
+        for index, group in enumerate(self.param_groups):
+            lines.append(f"Parameter Group {index}")
+            lines += [f"    {name}: {group[name]}" for name in sorted(group) if name not in ("params", "rule")]
+        return "\n".join([*lines, ")"])
+
+    # One step ---------------------------------------------------------------------------------------------------------
+
+    def _arrive(self, state: State, result: Any) -> tuple[Here, Evaluation]:
+        """The point, the metric there, and what the first call of the closure says."""
+        loss_of(result)  # or say what is wrong with it
+        space = self._taking_part()
+        self._refuse_sparse(space.params)
+        self._turn = not self._turn  # the memory of the last point is still needed
+        here = Here(space, space.point(f"x, {self._turn}"), None)
+        self._refuse_moved(space, here.x)
+        metric = self._metric()
+        if state.updates == 0:
+            for group in self.param_groups:
+                group["unit"] = self._evaluator().unit
+            if isinstance(metric, RMS):
+                inverse = space.inverse_diagonal(metric, None, 0.0, space.gradients(self._evaluator().factor, "g"))
+                here = here._replace(inverse=inverse)
+        elif isinstance(metric, RMS):
+            weight = _geometric_sum(metric.decay, state.updates)
+            here = here._replace(inverse=space.inverse_diagonal(metric, self._vector("squares"), weight, []))
+        return here, self._evaluator().measure(here, result)
+
+    def _advance(
+        self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]
+    ) -> tuple[State, Here, Evaluation]:
+        """Decide where to step from. The parameters are there afterwards, and its gradient is in ``.grad``."""
+        if state.updates == 0:
+            if not now.finite or now.norm == 0:
+                return state, here, now
+            state = self._begin(state, here, now, closure)
+        elif free.alarm(state, now.loss, self._settings):
+            state, here, now = self._guard(state, here, now, closure)
+        state, looks = free.wants_look_back(state, now.norm if now.finite else math.nan, self._settings)
+        return self._look_back(state, here, now, closure) if looks else (state, here, now)
+
+    def _begin(self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]) -> State:
+        """The first point: check the closure, and measure M along the gradient by a difference of gradients."""
+        self._evaluator().refuse_another_batch(here, now, self._evaluator().again(closure, here))
+        direction = here.sharp(now.g, "direction")
+        bracket = free.first_probe(now.norm, here.length(here.x), now.loss, self._settings)
+        while not bracket.told and bracket.count < self._settings.probes:
+            share = -bracket.length / now.norm / self._evaluator().unit
+            here.space.put([torch.add(x, d, alpha=share) for x, d in zip(here.x, direction, strict=True)])
+            probed = self._evaluator().again(closure, here)
+            change = (
+                self._evaluator().norm(here, here.difference(probed.g, now.g, "y")) / now.norm
+                if probed.finite
+                else math.inf
+            )
+            bracket = free.next_probe(bracket, change, self._settings)
+        self._go_to(here, now)
+        state = state._replace(evaluations=state.evaluations + 1 + bracket.count)
+        return free.begin(state, bracket.curvature * now.norm, now.norm)
+
+    def _guard(
+        self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]
+    ) -> tuple[State, Here, Evaluation]:
+        """The loss has jumped: go back to the average if this batch is fine there."""
+        here.space.put(self._vector("average"))
+        there = here._replace(x=here.space.point("there"))
+        found = self._evaluator().again(closure, here)
+        state = state._replace(evaluations=state.evaluations + 1)
+        if found.finite and free.confirms(state, now.loss, found.loss, self._settings):
+            return free.roll_back(state, self._settings), there, found
+        self._go_to(here, now)
+        return state, here, now
+
+    def _look_back(
+        self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]
+    ) -> tuple[State, Here, Evaluation]:
+        """Evaluate this batch before the last step as well, and stay there if the step was too long."""
+        before = here._replace(x=self._vector("previous"))
+        here.space.put(before.x)
+        found = self._evaluator().again(closure, here)
+        state = state._replace(evaluations=state.evaluations + 1)
+        rejected = False
+        if found.finite:
+            s, y = here.difference(here.x, before.x, "s"), here.difference(now.g, found.g, "y")
+            length = here.length(s)
+            for along in s if length > 0 else ():
+                along.div_(length)
+            y_along, q_along, yy = numbers(dot(y, s), dot(found.g, s), dot(y, here.sharp(y)))
+            y_along = y_along / self._evaluator().unit if now.finite else math.nan
+            state, rejected = free.look_back(
+                state,
+                y_along,
+                root(yy) / self._evaluator().unit,
+                length,
+                q_along / self._evaluator().unit,
+                self._settings,
+            )
+        if rejected:
+            for x, start in zip(here.x, before.x, strict=True):
+                x.copy_(start)
+            return state, here, found
+        self._go_to(here, now)
+        return state, here, now
+
+    def _move(self, state: State, here: Here, now: Evaluation) -> State:
+        """Move along the momentum direction, and learn from the gradients; ``here.x`` goes along. Calls no closure."""
+        options = self.param_groups[0]
+        beta, unit = options["momentum"], self._evaluator().unit
+        m = self._vector("momentum")
+        for old, g in zip(m, now.g, strict=True):
+            torch.mul(g, 1 - beta, out=old) if state.momentum_weight == 0 else old.lerp_(g, 1 - beta)
+        weight = beta * state.momentum_weight + (1 - beta)
+        state = free.track(state, now.loss, self._settings)._replace(momentum_weight=weight)
+        d = here.sharp(m)
+        direction_norm = root(numbers(dot(m, d))[0]) / weight / unit
+        decays = {p: group["weight_decay"] for group in self.param_groups for p in group["params"]}
+        decay = max(decays.values())
+        state = free.choose_step(state, direction_norm, decay, self._settings)
+        state = free.observe(state, now.norm, now.squares, now.k, self._settings)
+        # The average is over the points that steps start from: of none that is taken back afterwards.
+        share = weight_in_average(state.updates, options["averaging"])
+        x = here.x
+        for average, previous, a in zip(self._vector("average"), self._vector("previous"), x, strict=True):
+            average.lerp_(a, share)
+            previous.copy_(a)
+        if decay:
+            here.space.scale(x, {p: 1 - state.step_size * decays[p] for p in here.space.params})
+        for a, b in zip(x, d, strict=True):
+            a.add_(b, alpha=-state.step_size / weight / unit)
+        here.space.put(x)
+        metric = self._metric()
+        if isinstance(metric, RMS):
+            for v, g in zip(self._vector("squares"), now.g, strict=True):
+                v.mul_(metric.decay).addcmul_(g, g)
+        return state
+
+    # Evaluating -------------------------------------------------------------------------------------------------------
+
+    def _go_to(self, here: Here, now: Evaluation) -> None:
+        """Back to this point, with its gradient in ``.grad``."""
+        here.space.put(here.x)
+        here.space.put_gradients(now.g, self._evaluator().factor)
+
+    # Numbers and vectors ----------------------------------------------------------------------------------------------
+
+    def _rule(self) -> State:
+        return State(**self.param_groups[0].get("rule", {}))
+
+    def _keep_rule(self, state: State, k: int) -> None:
+        rule = state._asdict()
+        for group in self.param_groups:
+            group["rule"] = rule
+            group["gradients"] = k
+            group["step_size"] = state.step_size or group["step_size"]
+
+    def _metric(self) -> Any:
+        return metrics.get(self.param_groups[0]["metric"])
+
+    def _taking_part(self) -> Space:
+        """The parameters that move: those with a gradient now, or with a momentum from before."""
+        params = [p for p in self._params() if p.requires_grad and (p.grad is not None or p in self.state)]
+        if not any(p.grad is not None for p in params):
+            raise RuntimeError("the closure left no gradient in any parameter: it has to call backward() itself")
+        space = self._evaluator().space_of(params)
+        if space is not self._space:
+            self._space, self._vectors = space, {}
+        return space
+
+    def _vector(self, name: str) -> Vector:
+        """A vector that is kept; each parameter's state holds its part of it."""
+        if name not in self._vectors:
+            space = self._space
+            assert space is not None
+            start = space.zeros()
+            for p, piece in space.pieces(start):
+                if name in self.state[p]:
+                    piece.copy_(self.state[p][name])
+                elif name in ("average", "previous"):
+                    piece.copy_(real_view(p))
+                self.state[p][name] = piece
+            self._vectors[name] = start
+        return self._vectors[name]
+
+    def _evaluator(self) -> Evaluator:
+        if self._calls is None:
+            group = self.param_groups[0]
+            self._finder = Finder(self._params(), True, self)
+            sign = -1.0 if group["maximize"] else 1.0
+            self._calls = Evaluator(self._params(), self._finder, sign, group.get("unit", 1.0))
+        return self._calls
+
+    def _world(self) -> World:
+        self._evaluator()
+        return super()._world()
+
+    # Misuse -----------------------------------------------------------------------------------------------------------
+
+    def _remember_where(self, here: Here) -> None:
+        x = here.space.point("left") if here.space.narrow else here.x
+        self._left = (here.space, _versions(here.space), _samples(here.space, x))
+
+    def _refuse_moved(self, space: Space, x: Vector) -> None:
+        if self._left is None:
+            return
+        was_in, versions, left = self._left
+        if was_in is not space:
+            space, x = was_in, was_in.point("there")
+        now = zip(_samples(space, x), left, strict=True)
+        if versions == _versions(space) and all(torch.equal(a, b) for a, b in now):
+            return
+        raise RuntimeError(
+            "the parameters were changed by something else since the last step of SGDOLFree, which compares points and "
+            "would be misled. If that was on purpose, say so: opt.moved() after clipping or projecting, opt.restart() "
+            "after loading other weights"
+        )
+
+    # Saving and loading -----------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that ``state_dict()`` returned, exactly; or one that version 0.1 saved, in Euclid's norm."""
+
+        def check(final: dict[str, Any]) -> None:
+            saved = [index for group in final["param_groups"] for index in group["params"]]
+            refuse_other_shapes(saved, final["state"], self._params())
+
+        checkpoint.load(self, super().load_state_dict, of_this_version(state_dict), check, self._prepare)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_settings": self._settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.param_groups = [Group(group) for group in self.param_groups]
+        if "defaults" in state:  # unpickled or copied: new parameters, which nobody watches yet
+            self._prepare()
+
+
+def _geometric_sum(ratio: float, count: int) -> float:
+    """1 + ratio + ... + ratio^(count - 1)."""
+    return float(count) if ratio == 1 else (1 - ratio**count) / (1 - ratio)
+
+
+def _versions(space: Space) -> list[int]:
+    """How often the parameters were written to, of a model that is too large to be compared whole."""
+    return [] if space.size <= WHOLE else [p._version for p in space.params]
+
+
+def _samples(space: Space, x: Vector) -> Vector:
+    """The point itself, whose memory is kept, or a few coordinates of a large one."""
+    return x if space.size <= WHOLE else [flat[:: max(1, flat.numel() // SAMPLED)].clone() for flat in x]

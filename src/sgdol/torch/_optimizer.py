@@ -1,0 +1,456 @@
+"""The PyTorch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Never
+
+import torch
+from torch import Tensor
+
+from sgdol.learners import Learner, uses_hindsight
+from sgdol.metrics import Metric
+from sgdol.surrogate import Estimator, MomentumStatistics
+from sgdol.torch import _checkpoint as checkpoint
+from sgdol.torch import _diagnostics as diagnostics
+from sgdol.torch._averaging import add_to_average
+from sgdol.torch._base import WatchingOptimizer
+from sgdol.torch._blocks import Blocks, Granularity, share
+from sgdol.torch._checkpoint import Blanks, first_step_size
+from sgdol.torch._guard import Guard
+from sgdol.torch._options import LEARNED_WITH, OPTIONS, checked, checked_rate, materialise, refuse_unknown
+from sgdol.torch._sources import Gradients, HeldPair, Passes, Source, Wish
+from sgdol.torch._statistics import Statistics
+from sgdol.torch._tensors import wide_dtype
+from sgdol.torch._update import Outcome, update
+from sgdol.torch._world import local
+
+__all__ = ["SGDOL"]
+
+
+class SGDOL(WatchingOptimizer):
+    r"""Stochastic gradient descent that learns its step size online (Zhuang, Cutkosky and Orabona, ICML 2019).
+
+    Each update has k >= 2 independent stochastic gradients at the same point. From them come the direction d_t and the
+    surrogate loss :math:`\ell_t(\eta) = \frac{M \eta^2}{2} n_t - \eta u_t` (equation 3), whose expectation bounds the
+    decrease of the objective (Theorem 1). FTRL on these losses gives
+
+    .. math:: s_t = \mathrm{clip}\!\left(\frac{\alpha + \sum_{j<t} u_j}{\alpha + \sum_{j<t} n_j}, 0, 2\right),
+        \qquad x_{t+1} = x_t - \mathrm{lr} \cdot s_t \, d_t, \qquad \mathrm{lr} = 1/M,
+
+    so the step size stays at lr while the gradients agree with each other and falls as they get noisy.
+
+    The independent gradients come from your training loop, in whichever way it already works:
+
+    * several ``backward()`` calls before ``step()`` (gradient accumulation): each is one gradient;
+    * DistributedDataParallel and fully_shard (FSDP2): each rank's gradient before it is averaged is one;
+    * one ``backward()`` per ``step()``: the first call holds its gradient, the second updates (see :attr:`pending`);
+    * ``step(closure)``: the closure draws a fresh batch at each call and is called as often as needed.
+
+    They must be independent draws of the *same* objective. The same batch twice, or two different loss terms in two
+    ``backward()`` calls, are not.
+
+    Args:
+        params: parameters or parameter groups. Groups may differ in lr, momentum, weight_decay and maximize.
+        lr: 1/M, the base rate: the first step size, and half of the largest. A float or a tensor; schedulers may move
+            it.
+        smoothness: M, instead of lr.
+        alpha: how strongly the learner holds on to lr at first, in units of squared gradient norm; a number per block,
+            or None for the squared norm of the first direction (each block its even share by size), which makes the
+            trajectory equivariant to rescaling the objective and the parameters. The paper's experiments use 10.
+        estimator: ``"symmetric"`` moves along the mean of all k gradients; ``"paper"`` is Algorithm 1: it moves along
+            the first gradient and uses the second only to measure.
+        granularity: how many step sizes are learned: ``"global"`` (one), ``"group"`` (one per parameter group),
+            ``"tensor"`` (one per parameter tensor) or ``"coordinate"`` (one per scalar, section 6 of the paper).
+        momentum: beta in [0, 1) of :math:`d_t = m_t/(1-\beta^t)`, :math:`m_t = \beta m_{t-1} + (1-\beta) \bar g_t`.
+        weight_decay: decoupled: :math:`x \leftarrow x - \eta_t (d_t + \mathrm{weight\_decay} \cdot x)`.
+        learner: an online learner from :mod:`sgdol.learners`; None for FTRL, the paper's.
+        maximize: ascend instead.
+        foreach: update many tensors at once (more memory, fewer kernel launches) or one by one; None for what suits the
+            device.
+        kappa: how many times the first squared direction alpha is, if alpha is None: the larger, the longer the step
+            size stays near lr. 10 suits networks, whose early gradients are mostly noise; 1 noisy convex problems.
+        statistics: with momentum, whose (u, n) the learner sees: those of d_t (``"direction"``), or those of the
+            gradients alone (``"gradient"``), with which eta falls sooner under heavy noise: momentum hides noise from n
+            that stays correlated over the steps.
+        averaging: None, or the power a >= 0 of a polynomial average of the iterates (see :meth:`averaged`); 8 is usual.
+
+    >>> import torch
+    >>> _ = torch.manual_seed(0)
+    >>> x = torch.nn.Parameter(torch.tensor([3.0, -4.0]))
+    >>> opt = SGDOL([x], lr=0.5)
+    >>> for _ in range(100):
+    ...     for _ in range(2):  # two independent noisy gradients of ||x||^2 / 2
+    ...         ((x * x).sum() / 2 + (torch.randn(2) * x).sum()).div(2).backward()
+    ...     opt.step(); opt.zero_grad()
+    >>> bool(opt.param_groups[0]["step_size"] < 0.4), bool(x.norm() < 1)
+    (True, True)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor | None = None,
+        *,
+        smoothness: float | None = None,
+        alpha: float | None = None,
+        kappa: float = 1.0,
+        estimator: Estimator = "symmetric",
+        granularity: Granularity = "global",
+        momentum: float = 0.0,
+        statistics: MomentumStatistics = "direction",
+        weight_decay: float = 0.0,
+        averaging: float | None = None,
+        learner: Learner | None = None,
+        metric: str | Metric = "euclidean",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        **unknown: Never,
+    ) -> None:
+        refuse_unknown(unknown, type(self).__name__)
+        given: dict[str, Any] = {
+            "lr": lr,
+            "smoothness": smoothness,
+            "alpha": alpha,
+            "kappa": kappa,
+            "estimator": estimator,
+            "granularity": granularity,
+            "momentum": momentum,
+            "statistics": statistics,
+            "weight_decay": weight_decay,
+            "averaging": averaging,
+            "learner": learner,
+            "metric": metric,
+            "maximize": maximize,
+            "foreach": foreach,
+        }
+        rate = checked_rate(given, "")
+        defaults, self.learner, found_metric = checked(given)
+        params = materialise(params)
+        if rate is None and params and not _every_group_has_a_rate(params):
+            raise ValueError(
+                "lr or smoothness is needed: got neither. lr = 1/M is the largest step size to start from; "
+                "sgdol.SGDOLFree needs neither (experimental)"
+            )
+        self._prepare()
+        self._guard = Guard()
+        self._learners: dict[str, Learner] = {defaults["learner"]: self.learner}
+        self._metrics: dict[str, Metric] = {defaults["metric"]: found_metric}
+        self._blank = False
+        self._blocks: Blocks | None = None
+        super().__init__(params, {"lr": rate, **defaults})
+
+    # The public face --------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters, or hold the gradient if it is the only one so far.
+
+        Args:
+            closure: computes the loss of the batch of the moment, calls ``backward()`` and returns the loss. It is
+                called once, and the backward passes in it are the gradients: with one alone, it is held and the next
+                ``step()`` updates.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        return self._step(closure)
+
+    @torch.compiler.disable  # counts passes and looks at versions: nothing to trace, so nothing to recompile
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        if self._swapped:
+            raise RuntimeError("step() inside averaged() would train the averaged weights: leave it first")
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        gradients = self._take()
+        if gradients is not None:
+            self._update(gradients)
+        return result
+
+    @property
+    def pending(self) -> bool:
+        """Whether a gradient is held: the next ``step()`` completes the pair and updates."""
+        return self._pair.pending
+
+    def averaged(self) -> AbstractContextManager[None]:
+        r"""Put the averaged weights into the parameters, for evaluation or saving, and take them out again.
+
+        With ``averaging=a`` every update is followed by
+
+        .. math:: \bar x_t = \bar x_{t-1} + \frac{a + 1}{t + a} (x_{t+1} - \bar x_{t-1}),
+
+        a mean in which iterate t counts about :math:`t^a`. Buffers stay what they are: a BatchNorm keeps the statistics
+        of the last weights unless you call :func:`torch.optim.swa_utils.update_bn` inside. What is done to the
+        parameters inside is undone. To resume training later, save the model outside, with the optimizer, whose state
+        holds the average. Parameters of groups without averaging stay what they are.
+
+        >>> x = torch.nn.Parameter(torch.tensor([4.0]))
+        >>> opt = SGDOL([x], lr=0.5, averaging=0)
+        >>> for pair in ((3.0, 5.0), (1.0, 3.0)):
+        ...     for g in pair:
+        ...         (g * x / 2).sum().backward()
+        ...     opt.step(); opt.zero_grad()
+        >>> with opt.averaged():
+        ...     x.item()  # the mean of 2 and 1.03125
+        1.515625
+        >>> x.item()
+        1.03125
+        """
+        if all(group["averaging"] is None for group in self.param_groups):
+            raise RuntimeError("averaged() needs averages, got averaging=None: construct SGDOL with averaging=8")
+        return self._averaged()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; it may bring any of the constructor's options."""
+        if isinstance(param_group, dict):
+            param_group = dict(param_group)
+            if not isinstance(param_group["params"], Tensor | set):
+                param_group["params"] = list(param_group["params"])
+            rate = checked_rate(param_group, "a parameter group ")
+            if rate is None and self.defaults["lr"] is None:
+                raise ValueError("lr or smoothness is needed for this parameter group: the optimizer has no default")
+            if rate is not None:
+                param_group["lr"] = rate
+            known = {**self.defaults, "learner": self.learner, "metric": self._metrics[self.defaults["metric"]]}
+            options, learner, metric = checked({**known, **param_group})
+            self._learners.setdefault(options["learner"], learner)
+            self._metrics.setdefault(options["metric"], metric)
+            param_group.update({name: value for name, value in options.items() if name in param_group})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("step_size", first_step_size(group))
+        share(self.param_groups)
+        self._assemble()
+
+    def diagnostics(self) -> dict[str, Any]:
+        r"""What the optimizer has learned, as plain numbers. Reads them from the device, so not for every step.
+
+        * ``step_size``: eta of the last update, one per parameter group (for finer granularities the length of the move
+          over that of the direction, so that coordinates that never move do not count).
+        * ``signal_to_noise``: :math:`\sum u / \sum (n - u)` over the recent updates: signal and noise of the direction.
+        * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have as
+          much signal as noise. Times the microbatch size it is the "simple" one of McCandlish et al. (2018).
+        * ``updates``, ``skipped`` (non-finite gradients), ``gradients`` (k of the last update), ``pending``.
+        * ``cumulative_surrogate``: :math:`\sum_t \ell_t(\eta_t)`, which bounds the change of f in expectation.
+        * ``regret``: that minus what the best fixed multiple of lr would have had, for all blocks the same.
+        """
+        group = self.param_groups[0]
+        return {
+            "step_size": [float(g["step_size"]) for g in self.param_groups],
+            "pending": self.pending,
+            **diagnostics.report(group.get("totals"), group.get("gradients", 0)),
+        }
+
+    # One update -------------------------------------------------------------------------------------------------------
+
+    def _take(self) -> Gradients | None:
+        """The gradients of this step, if they are enough for an update; else hold what there is."""
+        pending, pair = self.pending, self._pair
+        params = [p for p in self._params() if p.grad is not None or (pending and pair.holds(p))]
+        if not any(p.grad is not None for p in params):
+            return None
+        self._refuse_sparse(params)
+        assert self._recorder is not None
+        if self._recorder.unseen(params):
+            self._watch()
+            if self._creates_state(params):
+                return None
+        if self._blank:
+            self._blank = False
+            checkpoint.drop_blanks(self.state, pending)
+        found = None
+        for source in self._sources:
+            found = source.take(params)
+            if found is not None:
+                break
+        if found is None:
+            pair.hold(params)
+        elif not pending:
+            for remark in self._world().remarks:
+                self._warn(remark)
+        self._recorder.reset()
+        return found
+
+    def _creates_state(self, params: list[Tensor]) -> bool:
+        """Whether this is torch.distributed.checkpoint: it steps with zeros to make optimizers create their state."""
+        assert self._recorder is not None
+        if self._recorder.count(params) or not all(group["lr"] == 0 for group in self.param_groups):
+            return False
+        n = self._world().total(params, self._recorder.found(params).n.unsqueeze(0))[0]
+        if n.sum().tolist():
+            return False
+        checkpoint.create(self.param_groups, self.state, self._blanks)
+        self._blank = True
+        return True
+
+    def _update(self, gradients: Gradients) -> None:
+        verdict = self._guard.judge(gradients.n, gradients.u)
+        first, ok = self.param_groups[0], verdict.ok
+        totals = first["totals"].to(gradients.n) if "totals" in first else diagnostics.zeros(gradients.n)
+        if verdict.skip:
+            first["totals"] = diagnostics.skipped(totals)
+            share(self.param_groups)
+            self._geometry.forget()
+            return
+        if ok is None:
+            self._warn_if_identical(verdict.n, verdict.u, gradients.params[0].dtype)
+        blocks = self._blocks_of(gradients.params)
+        direction = self._statistics.direction(gradients, blocks.group_of, ok)
+        outcome = update(blocks, direction, self._learner_of, self._geometry, self._world(), ok)
+        self._statistics.remember(direction, blocks.group_of, ok)
+        self._geometry.observe(gradients.params, gradients.vectors, gradients.scale, ok)
+        self._record(blocks, outcome, totals, gradients.k, ok)
+
+    def _record(self, blocks: Blocks, outcome: Outcome, totals: Tensor, k: int, ok: Tensor | None) -> None:
+        first = self.param_groups[0]
+        first["totals"] = diagnostics.added(totals, outcome, ok)
+        first["gradients"] = k
+        for group, eta in zip(self.param_groups, outcome.step_sizes, strict=True):
+            if eta is not None:
+                group["step_size"] = eta if ok is None else torch.where(ok, eta, group["step_size"].to(eta))
+        share(self.param_groups)
+        self._average(blocks, diagnostics.updates(first["totals"]), ok)
+
+    def _blocks_of(self, params: list[Tensor]) -> Blocks:
+        """The blocks of these parameters: those of the last update, if nothing has changed."""
+        known = self._blocks
+        if known is not None and _same(known.params, params) and known.current():
+            return known
+        place = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        self._blocks = Blocks(self.param_groups, self.state, params, [place[p] for p in params])
+        return self._blocks
+
+    def _average(self, blocks: Blocks, t: Tensor, ok: Tensor | None) -> None:
+        """Add the iterate after update t to the average, for every parameter that has ever moved."""
+        for p, place in zip(blocks.params, blocks.group_of, strict=True):
+            if self.param_groups[place]["averaging"] is not None and "average" not in self.state[p]:
+                self.state[p]["average"] = p.detach().to(dtype=torch.promote_types(p.dtype, torch.float32), copy=True)
+        for group in self.param_groups:
+            if group["averaging"] is not None:
+                params = [p for p in group["params"] if "average" in self.state.get(p, ())]
+                averages = [local(self.state[p]["average"]) for p in params]
+                add_to_average(averages, [local(p) for p in params], t, group["averaging"], ok)
+
+    # The parts --------------------------------------------------------------------------------------------------------
+
+    def _assemble(self) -> None:
+        """The parts of which this optimizer is made, on its groups and state as they are now."""
+        self._group_of = {p: group for group in self.param_groups for p in group["params"]}
+        self._blocks = None
+        super()._assemble()
+        geometry, groups, state = self._geometry, self.param_groups, self.state
+        assert self._finder is not None
+        assert self._recorder is not None
+        finder = self._finder
+
+        def world() -> Any:
+            return finder.world
+
+        wishes = _Wishes(self._group_of)
+        self._pair = HeldPair(groups, state, geometry, world, wishes)
+        self._sources: list[Source] = [self._pair, Passes(self._recorder, geometry, world, wishes)]
+        learners = self._learners
+        self._statistics = Statistics(
+            groups, state, geometry, world, lambda group: uses_hindsight(learners[group["learner"]])
+        )
+
+    def _wish(self, p: Tensor) -> Wish:
+        return _Wishes(self._group_of)(p)
+
+    def _metric_of(self, group: dict[str, Any]) -> Metric:
+        return self._metrics[group["metric"]]
+
+    def _learner_of(self, group: dict[str, Any]) -> Learner:
+        return self._learners[group["learner"]]
+
+    @property
+    def _blanks(self) -> Blanks:
+        return Blanks(self.param_groups, self.state, self._learner_of, self._geometry, self._statistics.keeps_direction)
+
+    def _warn_if_identical(self, length: float, signal: float, dtype: torch.dtype) -> None:
+        """Identical gradients have u = n: the same batch was used twice, or there is no noise at all."""
+        if length > 0 and abs(length - signal) <= 8 * torch.finfo(wide_dtype(dtype)).eps * length:
+            self._warn(
+                "SGDOL was given the same gradient twice, so it cannot see any noise and is plain SGD with step size "
+                "lr. Draw a fresh batch for every backward(), split a batch into microbatches, and give each rank its "
+                "own data. If the objective has no noise, all is well."
+            )
+
+    # Saving and loading -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as :meth:`load_state_dict` takes it; see ``_checkpoint`` for torch.distributed.checkpoint."""
+        state_dict = super().state_dict()
+        return checkpoint.complete(state_dict, self._blanks) if checkpoint.is_asked() else state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that :meth:`state_dict` returned, exactly: sums, counts and the held gradient keep their type.
+
+        Raises:
+            ValueError: if it was saved by another configuration (estimator, granularity, learner, metric or alpha).
+        """
+        checkpoint.load(self, super().load_state_dict, state_dict, self._refuse_another_configuration, self._loaded)
+
+    def _refuse_another_configuration(self, state_dict: dict[str, Any]) -> None:
+        for index, (group, mine) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
+            if "granularity" not in group:
+                raise ValueError(f"state_dict was not saved by SGDOL: its group {index} has only {sorted(group)}")
+            for name in LEARNED_WITH:
+                if name in group and group[name] != mine[name]:
+                    raise ValueError(
+                        f"state_dict was saved with {name}={group[name]!r} in group {index}, this optimizer has "
+                        f"{name}={mine[name]!r}: construct it with the same {name}"
+                    )
+
+    def _loaded(self) -> None:
+        self._assemble()
+        if self.pending and not any("held_gradient" in state for state in self.state.values()):
+            self._pair.set_pending(False)
+            self._warn(
+                "state_dict was saved in the middle of a pair (pending is True) but has no held_gradient, so the pair "
+                "starts anew. torch.distributed.checkpoint drops what the optimizer does not have: let it load into a "
+                "new optimizer."
+            )
+        self._blank = False
+        checkpoint.drop_blanks(self.state, self.pending)
+        share(self.param_groups)
+        assert self._recorder is not None
+        self._recorder.reset()  # parameters that have been moved since have new accumulators
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("learner", "_learners", "_metrics", "_warned")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name in OPTIONS:  # a state saved by an older version may lack some
+                group.setdefault(name, self.defaults[name])
+            group.setdefault("step_size", first_step_size(group))
+        if "defaults" in state:  # unpickled or copied: new parameters, which nobody watches yet
+            warned = self._warned
+            self._prepare()
+            self._warned, self._guard, self._blank = warned, Guard(), False
+            self._assemble()
+
+
+class _Wishes:
+    """What is to be made of each parameter's gradients: its group's estimator and granularity say it."""
+
+    def __init__(self, group_of: dict[Tensor, dict[str, Any]]) -> None:
+        self._group_of = group_of
+
+    def __call__(self, p: Tensor) -> Wish:
+        group = self._group_of[p]
+        return Wish(group["estimator"] == "paper", group["granularity"] == "coordinate")
+
+
+def _same(known: list[Tensor], params: list[Tensor]) -> bool:
+    return len(known) == len(params) and all(a is b for a, b in zip(known, params, strict=True))
+
+
+def _every_group_has_a_rate(params: list[Any]) -> bool:
+    return all(isinstance(g, dict) and ("lr" in g or "smoothness" in g) for g in params)

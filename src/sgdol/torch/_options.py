@@ -1,0 +1,224 @@
+"""Every option of the optimizer: its name, place, default and check, once.
+
+The order here is that of the constructor's arguments, of the parameter groups and of the optax front end. Each of them
+may stand in a parameter group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sgdol import metrics
+from sgdol.learners import FTRL, Learner
+from sgdol.metrics import Metric
+from sgdol.surrogate import ESTIMATORS, MOMENTUM_STATISTICS
+from sgdol.torch._blocks import GRANULARITIES
+
+__all__ = [
+    "DEFAULTS",
+    "LEARNED_WITH",
+    "OPTIONS",
+    "check_flag",
+    "check_foreach",
+    "check_number",
+    "checked",
+    "checked_rate",
+    "materialise",
+    "refuse_unknown",
+]
+
+DEFAULTS: dict[str, Any] = {
+    "lr": None,
+    "alpha": None,
+    "kappa": 1.0,
+    "estimator": "symmetric",
+    "granularity": "global",
+    "momentum": 0.0,
+    "statistics": "direction",
+    "weight_decay": 0.0,
+    "averaging": None,
+    "learner": None,
+    "metric": "euclidean",
+    "maximize": False,
+    "foreach": None,
+}
+"""Every option and its default, as they stand in the parameter groups; smoothness becomes lr = 1/M."""
+
+OPTIONS = tuple(DEFAULTS)
+
+LEARNED_WITH = ("alpha", "kappa", "estimator", "granularity", "statistics", "averaging", "learner", "metric")
+"""What has been learned means something only with the same of these: a saved state is refused by another."""
+
+INSTEAD = {
+    "betas": "momentum=0.9 is Adam's first beta; metric='rms' measures in what its second one is for",
+    "nesterov": "momentum=0.9 alone is what has been measured",
+    "dampening": "its momentum is an average, m = momentum * m + (1 - momentum) * g, divided by the sum of its weights",
+    "eps": "nothing is divided by what could be 0",
+    "amsgrad": "metric='adagrad' is a metric that forgets nothing",
+    "fused": "foreach=True updates many tensors at once",
+    "capturable": "step() never waits for a device",
+    "differentiable": "step() cannot be differentiated through",
+}
+"""What to do in place of other optimizers' options."""
+
+
+def refuse_unknown(given: dict[str, Any], name: str) -> None:
+    """Refuse arguments that are not there, those of other optimizers with what to do instead."""
+    for option in given:
+        sentence = f"{name} has no option {option!r}"
+        if option in INSTEAD:
+            raise TypeError(f"{sentence}: {INSTEAD[option]}")
+        raise TypeError(f"{sentence}; it has {', '.join(('smoothness', *OPTIONS))}")
+
+
+# One value ------------------------------------------------------------------------------------------------------------
+
+
+def check_number(name: str, value: Any, allowed: Callable[[float], bool], sentence: str) -> float:
+    """A number as Python's float, if it is one and allowed: also a Fraction, numpy's scalars, a tensor with one entry.
+
+    >>> check_number("momentum", 0.5, lambda v: 0 <= v < 1, "at least 0 and less than 1")
+    0.5
+    """
+    found = value
+    if hasattr(found, "shape") and hasattr(found, "item"):
+        if math.prod(found.shape) != 1:
+            raise ValueError(f"{name} must be one number, {sentence}, got {len(found.shape)}-dimensional {_cut(value)}")
+        found = found.item()
+    if isinstance(found, bool) or not isinstance(found, Real):
+        raise TypeError(f"{name} must be a number, {sentence}, got {_cut(value)}")
+    try:
+        number = float(found)
+    except OverflowError:
+        number = math.inf
+    if not (math.isfinite(number) and allowed(number)):
+        raise ValueError(f"{name} must be {sentence}, got {_cut(value)}")
+    return number
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {_cut(value)}")
+    return value
+
+
+def check_foreach(value: Any) -> bool | None:
+    """None, True or False."""
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"foreach must be None, True or False, got {_cut(value)}")
+    return value
+
+
+def _check_lr(value: Any) -> float | Tensor:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"Tensor lr must be 1-element, got lr of shape {tuple(value.shape)}")
+    number = check_number("lr", value, lambda v: v > 0, "positive and finite")
+    return value if isinstance(value, Tensor) else number
+
+
+def _check_word(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {_cut(value)}")
+    return value
+
+
+def _check_learner(value: Any) -> Learner:
+    learner = FTRL() if value is None else value
+    if isinstance(learner, type) or not isinstance(learner, Learner):
+        raise TypeError(
+            f"learner must be an object with initial, predict and observe (see sgdol.learners), got {_cut(value)}"
+        )
+    return learner
+
+
+def _cut(value: Any) -> str:
+    """The value for a message, not more of it than helps."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print integers of thousands of digits
+        text = f"an integer of {value.bit_length()} bits"
+    return text if len(text) <= 80 else f"{text[:60]}... ({type(value).__name__})"
+
+
+# A group's values -----------------------------------------------------------------------------------------------------
+
+
+def checked_rate(options: dict[str, Any], where: str) -> Any:
+    """Lr of these options, from lr or smoothness, which is taken out of them; None if neither is given."""
+    smoothness, lr = options.pop("smoothness", None), options.get("lr")
+    if smoothness is None:
+        return None if lr is None else _check_lr(lr)
+    if lr is not None:
+        raise ValueError(
+            f"give {where}lr or smoothness, not both: got lr={lr!r} and smoothness={smoothness!r} (lr = 1/M)"
+        )
+    return _check_lr(1.0 / check_number("smoothness", smoothness, lambda v: v > 0, "positive and finite"))
+
+
+def checked(options: dict[str, Any]) -> tuple[dict[str, Any], Learner, Metric]:
+    """All options but lr, by name, value and what is allowed, in the form in which they stand in a group.
+
+    Learners and metrics stand there by name, so that a saved state can be loaded without them.
+    """
+    found = {name: options[name] for name in OPTIONS if name != "lr"}
+    if found["alpha"] is not None:
+        found["alpha"] = check_number("alpha", found["alpha"], lambda v: v > 0, "None, or positive and finite")
+    found["kappa"] = check_number("kappa", found["kappa"], lambda v: v > 0, "positive and finite")
+    if found["alpha"] is not None and found["kappa"] != 1:
+        raise ValueError(
+            f"give alpha or kappa, not both: got alpha={found['alpha']!r} and kappa={found['kappa']!r} "
+            "(kappa is in units of the first squared direction)"
+        )
+    _check_word("estimator", found["estimator"], ESTIMATORS)
+    _check_word("granularity", found["granularity"], GRANULARITIES)
+    _check_word("statistics", found["statistics"], MOMENTUM_STATISTICS)
+    sentence = "at least 0 and less than 1"
+    found["momentum"] = check_number("momentum", found["momentum"], lambda v: 0 <= v < 1, sentence)
+    sentence = "at least 0 and finite"
+    found["weight_decay"] = check_number("weight_decay", found["weight_decay"], lambda v: v >= 0, sentence)
+    if found["averaging"] is not None:
+        sentence = "None, or finite and at least 0"
+        found["averaging"] = check_number("averaging", found["averaging"], lambda v: v >= 0, sentence)
+    learner, metric = _check_learner(found["learner"]), metrics.get(found["metric"])
+    found["learner"], found["metric"] = _name(learner), _metric_name(metric)
+    check_flag("maximize", found["maximize"])
+    check_foreach(found["foreach"])
+    return found, learner, metric
+
+
+def _name(thing: Any) -> str:
+    """What tells one learner from another in a saved state: not where it happens to be in memory."""
+    kind = type(thing)
+    return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(thing)
+
+
+def _metric_name(metric: Metric) -> str:
+    return next(
+        (name for name, known in metrics.METRICS.items() if type(known) is type(metric) and known == metric),
+        _name(metric),
+    )
+
+
+# Parameters -----------------------------------------------------------------------------------------------------------
+
+
+def materialise(params: Any) -> list[Any]:
+    """The parameters as a list, if they are an iterable of tensors or of groups."""
+    kinds = {
+        torch.nn.Module: "a module: give its .parameters()",
+        dict: "one dict: put it into a list",
+        Tensor: "a single tensor: put it into a list",
+    }
+    for kind, sentence in kinds.items():
+        if isinstance(params, kind):
+            raise TypeError(
+                f"params argument given to the optimizer should be an iterable of Tensors or dicts, got {sentence}"
+            )
+    return list(params)

@@ -1,0 +1,105 @@
+"""What is known of one watched parameter between two steps."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sgdol.torch._tensors import real_gradient, wide_dtype
+from sgdol.torch._world import Tap, is_sharded, local
+
+__all__ = ["Keep", "Slot", "entries", "version", "wide_like"]
+
+Keep = Literal["norms", "squares", "gradients"]
+"""What is kept of the contributions to a parameter: a number, a tensor of squares, or the first two themselves."""
+
+ENTRIES = 64
+"""About how many entries of a gradient are compared to notice a silent rescaling."""
+
+
+class Slot:
+    """One watched parameter."""
+
+    __slots__ = (
+        "count",
+        "first",
+        "fresh",
+        "gradients",
+        "keep",
+        "lazy",
+        "param",
+        "previous",
+        "reduces",
+        "seen",
+        "seen_version",
+        "squares",
+        "tap",
+    )
+
+    def __init__(self, param: Tensor, keep: Keep) -> None:
+        self.param = param
+        self.keep = keep
+        self.tap = Tap()
+        self.reduces = False  # by fully_shard, which writes .grad itself
+        self.seen: Any = None
+        self.seen_version = -1
+        self.squares: Tensor | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        self.count = 0
+        self.first = 0  # the number of the pass that brought the first contribution
+        self.lazy = False  # whether .grad is the only contribution, of which nothing else is known
+        self.fresh = True  # the memory of the squares stays: allocating it anew costs more than filling it
+        self.previous: Tensor | None = None  # of a sharded one: its gradient before the backward that runs
+        self.gradients: dict[int, Tensor] = {}
+
+    def add_squares(self, products: Tensor, gradient: Tensor) -> None:
+        """Add the products of the gradient with itself in its metric; Euclid's are taken here, in place."""
+        if self.squares is None or self.squares.shape != gradient.shape or self.squares.device != gradient.device:
+            self.squares, self.fresh = wide_like(gradient), True
+        if products is not gradient:
+            self.squares.copy_(products) if self.fresh else self.squares.add_(products)
+        elif self.fresh:
+            same = gradient.dtype == self.squares.dtype
+            torch.mul(gradient, gradient, out=self.squares) if same else self.squares.copy_(gradient).square_()
+        else:
+            g = gradient.to(self.squares.dtype)
+            self.squares.addcmul_(g, g)
+        self.fresh = False
+
+    def see(self) -> None:
+        grad = self.param.grad
+        self.seen = None if grad is None else weakref.ref(grad)
+        self.seen_version = -1 if grad is None else version(grad)
+
+    def untouched(self) -> bool:
+        """Whether ``.grad`` is, as far as its version tells, still what the last backward left."""
+        grad = self.param.grad
+        if grad is None or self.seen is None:
+            return self.reduces and grad is None and self.seen is None
+        return self.seen() is grad and self.seen_version == version(grad)
+
+    def dense(self) -> bool:
+        return self.param.grad is not None and self.param.grad.layout == torch.strided
+
+
+def version(grad: Tensor) -> int:
+    """How often it was written to; of a DTensor, both as a whole and this rank's piece behind its back."""
+    return grad._version if type(grad) is Tensor or not is_sharded(grad) else grad._version + local(grad)._version
+
+
+def wide_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, dtype=wide_dtype(tensor.dtype), memory_format=torch.contiguous_format)
+
+
+def entries(slot: Slot) -> Tensor:
+    """A few entries of a gradient, spread over it."""
+    grad = torch.zeros_like(slot.param) if slot.param.grad is None else slot.param.grad
+    grad = real_gradient(local(grad))
+    if not grad.is_contiguous():
+        return grad.select(0, 0)
+    return grad.view(-1)[:: max(1, grad.numel() // ENTRIES)]

@@ -1,0 +1,83 @@
+"""Types, real views and the few kernels that everything else is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "inner",
+    "norm",
+    "real_gradient",
+    "real_view",
+    "scalar_dtype",
+    "size",
+    "squared_norms",
+    "stacked",
+    "wide_dtype",
+]
+
+NARROW = frozenset({torch.float16, torch.bfloat16})
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The real type in which sums over a tensor of this type are kept: float32 or wider."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def scalar_dtype(device: torch.device) -> torch.dtype:
+    """The type of the sums over time: float64 wherever the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def real_view(tensor: Tensor) -> Tensor:
+    """The tensor, complex numbers seen as pairs of real ones; writing to the view writes to the tensor."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def real_gradient(gradient: Tensor) -> Tensor:
+    """The same for a gradient, which autograd may leave as a lazy conjugate; not to be written to."""
+    return real_view(gradient.resolve_conj()) if gradient.is_complex() else gradient
+
+
+def size(tensor: Tensor) -> int:
+    """How many real numbers a tensor has, over all ranks."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def norm(tensor: Tensor) -> Tensor:
+    """||tensor||, in float32 or wider: unsquared, because squares leave float32's range first."""
+    return torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.dtype in NARROW else None)
+
+
+def squared_norms(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The squared norm of each tensor, as one vector of the type of ``like``."""
+    if not tensors:
+        return like.new_zeros(0)
+    first = tensors[0]
+    plain = first.dtype not in NARROW and not first.is_complex()
+    if len(tensors) > 1 and plain and all(t.dtype == first.dtype and t.device == first.device for t in tensors):
+        return stacked(torch._foreach_norm(tensors), like).square_()
+    return stacked([norm(t) for t in tensors], like).square_()
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b>, in float32 or wider."""
+    wide = wide_dtype(a.dtype)
+    if a.dtype != wide or b.dtype != wide:
+        a, b = a.to(wide), b.to(wide)
+    return torch.dot(a.reshape(-1), b.reshape(-1))
+
+
+def stacked(scalars: Sequence[Any], like: Tensor) -> Tensor:
+    """These numbers on their devices as one new vector of the type of ``like``."""
+    if not scalars:
+        return like.new_zeros(0)
+    first = scalars[0]
+    if all(s.dtype == first.dtype and s.device == first.device for s in scalars):
+        together = torch.stack(list(scalars))
+        return together if together.dtype == like.dtype and together.device == like.device else together.to(like)
+    return torch.stack([s.to(like) for s in scalars])

@@ -1,0 +1,136 @@
+"""One process that has its parameters and their gradients to itself; what every other world is in part."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from sgdol.torch._world._pieces import is_sharded, placed_like
+
+__all__ = ["Alone", "Listener", "Own", "Tap", "World"]
+
+
+class Listener(Protocol):
+    """Who wants to know of gradients on their way to one parameter."""
+
+    def arrived(self, gradient: Tensor) -> None:
+        """This rank's own gradient is there, and is about to be added to ``.grad``."""
+
+    def begun(self) -> None:
+        """A backward is about to reach the parameter, but what it brings will be known only after :meth:`reduced`."""
+
+    def reduced(self) -> None:
+        """The gradient, averaged over the ranks, has been added to ``.grad``."""
+
+
+class Tap:
+    """A hook in front of a leaf's gradient accumulator, which sees each backward's own gradient.
+
+    Autograd keeps an accumulator only as long as somebody does, and gives a leaf whose data change kind a new one.
+    """
+
+    __slots__ = ("_handle", "_kind", "_node")
+
+    def __init__(self) -> None:
+        self._kind: Any = None
+        self._node: Any = None
+        self._handle: Any = None
+
+    def attach(self, leaf: Tensor, hook: Any) -> None:
+        """Be in front of this leaf, if not so already."""
+        kind = (id(leaf), leaf.dtype, leaf.device)
+        if kind != self._kind:
+            self.remove()
+            self._kind, self._node = kind, get_gradient_edge(leaf).node
+            self._handle = self._node.register_prehook(hook)
+
+    def remove(self) -> None:
+        """Take the hook away."""
+        if self._handle is not None:
+            self._handle.remove()
+        self._kind = self._handle = None
+
+
+class Own(NamedTuple):
+    """What one rank knows of the contributions to some parameters; one column, or one tensor, for each of them."""
+
+    rows: Tensor
+    """Shape (any, parameters): sums over this rank's pieces; over whole tensors, when shared."""
+    q: Tensor
+    """The sum of the squared norms of its own contributions; over all ranks in the scale of ``.grad``, when shared."""
+    seen: Tensor
+    """1 where a backward pass has reached the parameter, else 0; on how many ranks, when shared."""
+    squares: list[Tensor]
+    """The same as q per coordinate, of those parameters for which it is known."""
+    passes: int
+    """How many backward passes there were: on all ranks the same number, or it is an error."""
+
+
+class World:
+    """Who shares the parameters: how many ranks have gradients of their own, and how to sum over all of them.
+
+    This one is alone.
+    """
+
+    ranks: int = 1
+    """How many ranks have an independent gradient in each backward."""
+    spread: bool = False
+    """Whether parameters are in pieces on several ranks."""
+    remarks: tuple[str, ...] = ()
+    """What the user should be told, once, when backward passes are taken for independent gradients."""
+
+    def tap(self, param: Tensor, tap: Tap, listener: Listener) -> None:
+        """Let the listener know of this parameter's gradients from now on."""
+        if param.requires_grad and param.is_leaf:
+            tap.attach(param, arriving(listener, param))
+
+    def reduces(self, param: Tensor) -> bool:
+        """Whether somebody writes ``.grad`` who may keep back what is not reduced over the ranks yet."""
+        return False
+
+    def waits(self, param: Tensor) -> bool:
+        """Whether the contribution of a backward cannot be read off ``.grad`` when it has ended."""
+        return False
+
+    def total(self, params: list[Tensor], rows: Tensor) -> Tensor:
+        """Sums over whole tensors, from sums over this rank's pieces: shape (any, parameters)."""
+        return rows
+
+    def share(self, params: list[Tensor], own: Own) -> Own:
+        """Everything that sums over ranks need, in one message: all that this rank knows becomes what all know."""
+        return own
+
+    def averages(self, param: Tensor) -> bool:
+        """Whether ``.grad`` is the mean of what the ranks had."""
+        return True
+
+    def reshard(self) -> None:
+        """Let everybody who keeps a copy of the parameters fetch them anew: they have been written to."""
+
+
+Alone = World
+
+
+class _Arriving:
+    """The hook of one leaf; a DTensor's gradient is cut as the leaf is."""
+
+    __slots__ = ("_leaf", "_listener")
+
+    def __init__(self, listener: Listener, leaf: Tensor) -> None:
+        self._listener = listener
+        self._leaf = weakref.ref(leaf) if is_sharded(leaf) else None
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[0]
+        if gradient is None:
+            return
+        leaf = None if self._leaf is None else self._leaf()
+        self._listener.arrived(gradient if leaf is None else placed_like(gradient, leaf))
+
+
+def arriving(listener: Listener, leaf: Tensor) -> Any:
+    """The hook that tells the listener of gradients that arrive at this leaf."""
+    return _Arriving(listener, leaf)

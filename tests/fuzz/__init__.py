@@ -1,0 +1,1 @@
+"""Many random configurations, arguments and damaged files: `make fuzz`."""

@@ -1,0 +1,171 @@
+"""Products of gradients in a metric, and learners that hear what the last step was worth, as the reference has them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from six_numbers import BLOCKS, gradients, granular, replicate, run, tree
+
+from sgdol.jax import diagnostics, scale_by_sgdol, sgdol
+from sgdol.learners import MeasuredCurvature
+from sgdol.metrics import RMS, AdaGrad
+from sgdol.reference import replay
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    with jax.enable_x64(True):
+        yield
+
+
+def expected(recorded, granularity="global", **options):
+    defaults = {"smoothness": 3.0, "alpha": None, "estimator": "symmetric", "tensors": BLOCKS["tensor"]}
+    return replay(recorded, np.zeros(6), blocks=BLOCKS[granularity], **{**defaults, **options})
+
+
+# Every pair of values of two options occurs in one of these.
+CASES = [
+    ("rms", "global", 2, "symmetric", 0.0, "direction", "ftrl"),
+    ("rms", "group", 3, "symmetric", 0.9, "gradient", "measured"),
+    ("rms", "tensor", 2, "paper", 0.9, "direction", "measured"),
+    ("rms", "coordinate", 3, "symmetric", 0.9, "direction", "ftrl"),
+    ("adagrad", "global", 3, "paper", 0.9, "gradient", "ftrl"),
+    ("adagrad", "group", 2, "paper", 0.0, "direction", "ftrl"),
+    ("adagrad", "tensor", 3, "symmetric", 0.0, "direction", "ftrl"),
+    ("adagrad", "coordinate", 2, "paper", 0.9, "gradient", "measured"),
+    ("euclidean", "global", 2, "symmetric", 0.9, "direction", "measured"),
+    ("euclidean", "group", 3, "paper", 0.9, "direction", "measured"),
+    ("euclidean", "tensor", 2, "symmetric", 0.9, "gradient", "measured"),
+    ("euclidean", "coordinate", 3, "symmetric", 0.0, "direction", "measured"),
+]
+
+
+@pytest.mark.parametrize(("metric", "granularity", "k", "estimator", "momentum", "statistics", "learner"), CASES)
+def test_equals_the_reference(metric, granularity, k, estimator, momentum, statistics, learner):
+    recorded = gradients(40, k)
+    options = {"metric": metric, "estimator": estimator, "momentum": momentum, "statistics": statistics}
+    truth = expected(recorded, granularity, learner=learner, **options)
+    learned = MeasuredCurvature() if learner == "measured" else None
+    iterates, _ = run(sgdol(smoothness=3.0, learner=learned, **options, **granular(granularity)), recorded)
+    np.testing.assert_allclose(iterates, truth.iterates, rtol=0, atol=1e-12)
+
+
+def test_a_metric_of_ones_own_constants_is_an_object():
+    recorded = gradients(20, 2)
+    constants = {"decay": 0.5, "tensor": 1.0, "overall": 0.1}
+    iterates, _ = run(sgdol(smoothness=3.0, metric=RMS(**constants)), recorded)
+    np.testing.assert_allclose(iterates, expected(recorded, metric=constants).iterates, rtol=0, atol=1e-12)
+
+
+def test_tensors_that_have_no_gradient_at_first_stay_in_bounds():
+    recorded = gradients(20, 2)
+    recorded[:5, :, 2:5] = 0
+    iterates, _ = run(sgdol(smoothness=3.0, metric="rms"), recorded)
+    np.testing.assert_allclose(iterates, expected(recorded, metric="rms").iterates, rtol=0, atol=1e-12)
+
+
+class FixedDiagonal:
+    """A metric of a user's own: D is 4 everywhere and remembers only how often it was asked."""
+
+    def initial(self, zero):
+        return {"calls": 0.0}
+
+    def mean_square(self, state, gradient):
+        return 1.0
+
+    def sharp(self, state, means, gradient):
+        return gradient / 4
+
+    def flat(self, state, means, vector):
+        return vector * 4
+
+    def observe(self, state, gradient):
+        return {"calls": state["calls"] + 1}
+
+
+def test_any_metric_plugs_in():
+    """D = 4 is Euclid's norm with a base rate of a quarter."""
+    recorded = gradients(10, 2)
+    scaled, state = run(sgdol(1.0, metric=FixedDiagonal()), recorded)
+    plain, _ = run(sgdol(0.25), recorded)
+    np.testing.assert_allclose(scaled, plain, rtol=0, atol=1e-13)
+    np.testing.assert_array_equal(state[0].metric["calls"], [10.0, 10.0, 10.0])
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"), [("l2", "metric must be one of 'euclidean'"), (RMS, "metric must be a name or an object")]
+)
+def test_what_is_no_metric_is_refused(metric, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        sgdol(0.1, metric=metric)
+
+
+# The state ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex64"])
+def test_what_the_metric_remembers_is_in_float32_or_wider(dtype):
+    optimizer = sgdol(0.1, metric="rms", learner=MeasuredCurvature(), averaging=8)
+    params = jax.tree.map(lambda p: p.astype(dtype), tree(np.ones(6)))
+    state = optimizer.init(params)
+    kinds = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
+    stack = jax.tree.map(lambda p: jnp.full((2, *p.shape), 300, dtype), params)
+    _, state = jax.jit(optimizer.update)(stack, state, params)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state) == kinds
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state[0].metric)} == {"float32"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state[0].direction)} == {"float32"}
+
+
+def test_the_roots_shard_like_the_parameters_and_the_weights_do_not():
+    optimizer = sgdol(0.25, metric="adagrad", learner=MeasuredCurvature())
+    state = optimizer.init(tree(np.zeros(6)))
+    seen = optax.tree_map_params(optimizer, lambda _: "like", state, transform_non_params=lambda _: "unlike")
+    assert seen[0].metric.root == seen[0].direction == {"a": "like", "b": "like", "c": "like"}
+    assert seen[0].metric.weight == "unlike"
+
+
+def test_the_last_direction_is_kept_only_where_nothing_else_tells_it():
+    params = tree(np.zeros(6))
+    hindsight = {"learner": MeasuredCurvature()}
+    assert scale_by_sgdol().init(params).direction == ()
+    assert scale_by_sgdol(momentum=0.9, **hindsight).init(params).direction == ()
+    assert scale_by_sgdol(**hindsight).init(params).direction != ()
+    assert scale_by_sgdol(momentum=0.9, metric="rms", **hindsight).init(params).direction != ()
+    assert scale_by_sgdol(momentum=0.9, metric="rms").init(params).direction == ()
+
+
+def test_a_state_without_the_metric_or_the_direction_is_refused():
+    params = tree(np.zeros(6))
+    plain = sgdol(0.1)
+    with pytest.raises(ValueError, match="state was made without a metric and this optimizer is with"):
+        sgdol(0.1, metric="rms").update(params, plain.init(params), params)
+    with pytest.raises(ValueError, match="state was made without a learner that uses hindsight"):
+        sgdol(0.1, learner=MeasuredCurvature()).update(params, plain.init(params), params)
+
+
+def test_an_update_that_is_skipped_leaves_the_metric_and_the_direction_as_they_were():
+    recorded = gradients(6, 2)
+    recorded[3, 0, 2] = np.nan
+    options = {"metric": "rms", "learner": MeasuredCurvature(), "momentum": 0.9}
+    path, state = run(sgdol(0.1, **options), recorded.reshape(12, 6))
+    clean, _ = run(sgdol(0.1, **options), np.delete(recorded, 3, axis=0))
+    np.testing.assert_allclose(path[-1], clean[-1], rtol=0, atol=1e-13)
+    assert diagnostics(state)["skipped"] == 1
+
+
+# Devices --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", ["group", "coordinate"])
+def test_devices_stay_the_independent_gradients(granularity):
+    """As vmap with an axis name, which is how to try it on one device."""
+    recorded = gradients(5, 4)
+    options = {"metric": AdaGrad(), "learner": MeasuredCurvature(), **granular(granularity)}
+    last, states = replicate(sgdol(0.25, axis_name="replicas", **options), recorded)
+    for leaf in jax.tree.leaves(states):
+        np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
+    iterates, _ = run(sgdol(0.25, **options), recorded)
+    np.testing.assert_allclose(last, iterates[-1], rtol=0, atol=1e-13)
