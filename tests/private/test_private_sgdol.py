@@ -14,7 +14,7 @@ from opacus.schedulers import ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch.nn.functional import cross_entropy, one_hot
 
-from sgdol.learners import OnlineGradientDescent
+from sgdol.learners import MeasuredCurvature, OnlineGradientDescent
 from sgdol.private import SOURCES, PrivateSGDOL
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -364,6 +364,8 @@ def test_what_cannot_be_wrapped_is_refused_in_a_sentence():
         PrivateSGDOL(optimizer, kappa=0.0)
     with pytest.raises(ValueError, match="learner must have"):
         PrivateSGDOL(optimizer, learner="ftrl")
+    with pytest.raises(ValueError, match="MeasuredCurvature needs hindsight"):
+        PrivateSGDOL(optimizer, learner=MeasuredCurvature())
     unknown = DPOptimizer(
         torch.optim.SGD(optimizer.params, lr=1.0),
         noise_multiplier=SIGMA,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgdol.learners import FTRL, Learner
+from sgdol.learners import FTRL, Learner, uses_hindsight
 from sgdol.surrogate import momentum_signal
 
 __all__ = ["KEY", "Multiplier", "check_momentum", "diagnostics", "inner", "with_momentum"]
@@ -63,6 +63,11 @@ class Multiplier:
             raise ValueError(f"kappa must be positive and finite, got {kappa!r}")
         if learner is not None and not isinstance(learner, Learner):
             raise ValueError(f"learner must have initial, predict and observe, as in sgdol.learners, got {learner!r}")
+        if learner is not None and uses_hindsight(learner):
+            raise ValueError(
+                f"{type(learner).__name__} needs hindsight, which it is not given here: take sgdol.learners.FTRL, "
+                "Floored, OptimisticFTRL or OnlineGradientDescent"
+            )
         self.alpha, self.kappa, self.learner = alpha, kappa, learner or FTRL()
 
     def step(self, numbers: dict[str, Any], u: Tensor, n: Tensor) -> Tensor:
