@@ -2,7 +2,7 @@
 
 Softmax regression on three data sets, every sample scaled to length 1, so that public numbers bound the curvature: with
 K classes it is at most 1/K at the start (zero weights) and 1/2 anywhere. SGDOL's base rate is K, in all cells, a rule
-that was fixed before. Everything runs through Opacus: Poisson sampling, per-sample clipping to length 1, its accountant.
+that was fixed before. All runs go through Opacus: Poisson sampling, per-sample clipping to length 1, its accountant.
 
     python -m benchmarks.private measure      # continues where it was interrupted
     python -m benchmarks.private tables       # the table and the picture again, from the saved runs
