@@ -80,7 +80,7 @@ def test_the_best_of_the_rates_is_kept():
 def test_a_run_writes_its_table_its_curves_and_its_figure_and_makes_a_section(tmp_path):
     told = []
     rows = convexity.run(
-        tmp_path, horizon=30, repeats=2, people=60, hard_horizons=(30, 60), methods=("SGDOL",),
+        tmp_path, horizon=30, repeats=2, people=60, hard_horizons=(30, 60), methods=("DoG",),
         only="additive, condition 1", progress=told.append,
     )  # fmt: skip
     assert told == [f"least squares, additive, condition {c}" for c in (1, 10, 100)] + ["the hard instance"]
