@@ -275,5 +275,5 @@ def test_what_sgdolfree_cannot_is_said_in_a_sentence(tmp_path, digits):
             opt = super().configure_optimizers()
             return [opt], [torch.optim.lr_scheduler.LinearLR(opt)]
 
-    with pytest.raises(KeyError):  # TODO
+    with pytest.raises(KeyError, match="no learning rate|lr"):
         trainer(tmp_path, max_epochs=1).fit(Scheduled(), Loader(digits))
