@@ -6,23 +6,10 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
+from trainer_problems import BATCH, BATCHES, build, by_samples, make, step_by_hand
 
-from sgdol import SGDOL, SGDOLFree
+from sgdol import SGDOL
 from sgdol.trainers.accelerate import AveragedWeights, Microbatches, StepSizeMonitor
-
-BATCHES, BATCH = 12, 16
-
-
-def build() -> torch.nn.Sequential:
-    """The same weights each time; dropout goes on with the random numbers of the test."""
-    layers = [torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.1), torch.nn.ReLU()]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(64, 16), *layers, torch.nn.Linear(16, 10))
-
-
-def make(kind, params):
-    return SGDOLFree(params) if kind == "free" else SGDOL(params, lr=0.5, momentum=0.5, averaging=8)
 
 
 def data(digits, samples=BATCHES * BATCH) -> DataLoader:
@@ -57,30 +44,19 @@ class Run:
 
 
 def by_hand(kind, steps, precision=None):
-    """The loop that is promised, written out: each step has its parts, and a seed."""
+    """The loop that is promised, written out: each step has a seed and its parts."""
     net = build()
     opt = make(kind, net.parameters())
     losses = []
+
+    def objective(images, labels):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is not None):
+            logits = net(images)
+        return cross_entropy(logits.float(), labels)
+
     for seed, parts in steps:
         torch.manual_seed(seed)
-        samples = sum(len(labels) for _, labels in parts)
-
-        def closure(parts=parts, samples=samples):
-            opt.zero_grad()
-            total = 0.0
-            for images, labels in parts:
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is not None):
-                    logits = net(images)
-                loss = cross_entropy(logits.float(), labels) * (len(labels) / samples)
-                loss.backward()
-                total = total + loss.detach()
-            return total
-
-        if kind == "free":
-            losses.append(opt.step(closure))
-        else:
-            losses.append(closure())
-            opt.step()
+        losses.append(step_by_hand(kind, opt, parts, by_samples(parts), objective))
     return net, opt, losses
 
 

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from trainer_problems import make, step_by_hand
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -13,7 +14,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from sgdol import SGDOL, SGDOLFree
+from sgdol import SGDOLFree
 from sgdol.trainers.huggingface import Trainer
 
 BATCH = 8
@@ -35,10 +36,6 @@ def build_images() -> ResNetForImageClassification:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return ResNetForImageClassification(config)
-
-
-def make(kind, params):
-    return SGDOLFree(params) if kind == "free" else SGDOL(params, lr=0.5, momentum=0.5, averaging=8)
 
 
 @pytest.fixture(scope="module")
@@ -78,24 +75,14 @@ def by_hand(kind, model, steps, summed=False):
     losses = []
     for parts in steps:
         counts = [part["labels"].ne(-100).sum().item() for part in parts]
+        divisors = [1.0 if summed else sum(counts) / count for count in counts]  # as the Trainer, to the last bit
+        options = {"num_items_in_batch": sum(counts)} if summed else {}
 
-        def closure(parts=parts, counts=counts):
-            opt.zero_grad()
-            total = 0.0
-            for part, count in zip(parts, counts, strict=True):
-                if summed:
-                    loss = model(**part, num_items_in_batch=sum(counts)).loss
-                else:
-                    loss = model(**part).loss / (sum(counts) / count)
-                loss.backward()
-                total = total + loss.detach()
-            return total
+        def objective(part, divisor, options=options):
+            return model(**part, **options).loss / divisor
 
-        if kind == "free":
-            losses.append(opt.step(closure).item())
-        else:
-            losses.append(closure().item())
-            opt.step()
+        weighted = list(zip(parts, divisors, strict=True))
+        losses.append(step_by_hand(kind, opt, weighted, [1.0] * len(parts), objective).item())
     return opt, losses
 
 

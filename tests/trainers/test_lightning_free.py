@@ -7,49 +7,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn.functional import cross_entropy
+from trainer_problems import BATCHES, Loader, build, by_samples, make, step_by_hand
 
 import sgdol
 from sgdol import SGDOL, SGDOLFree
 from sgdol.trainers.lightning import AveragedWeights, Microbatches, StepSizeMonitor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's, of torch
-BATCHES, BATCH = 12, 16
-
-
-def build() -> torch.nn.Sequential:
-    """The same weights each time; dropout goes on with the random numbers of the test."""
-    layers = [torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.1), torch.nn.ReLU()]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(64, 16), *layers, torch.nn.Linear(16, 10))
-
-
-def make(kind, params):
-    return SGDOLFree(params) if kind == "free" else SGDOL(params, lr=0.5, momentum=0.5, averaging=8)
-
-
-class Loader:
-    """Batches in a fixed order, which remembers its place, as Lightning wants it for resuming within an epoch."""
-
-    def __init__(self, digits, batches=BATCHES):
-        images, labels = digits
-        self.batches = [(images[i : i + BATCH], labels[i : i + BATCH]) for i in range(0, batches * BATCH, BATCH)]
-        self.place = 0
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __iter__(self):
-        self.place %= len(self.batches)
-        while self.place < len(self.batches):
-            self.place += 1
-            yield self.batches[self.place - 1]
-
-    def state_dict(self):
-        return {"place": self.place}
-
-    def load_state_dict(self, state):
-        self.place = state["place"]
 
 
 class Classifier(LightningModule):
@@ -81,28 +45,17 @@ def trainer(tmp_path, **options) -> Trainer:
 
 
 def by_hand(kind, steps, precision=None):
-    """The loop that is promised, written out: each step has its parts. Returns the model, the optimizer, the losses."""
+    """The loop that is promised, written out: each step has its parts. Returns the model and the optimizer."""
     net = build()
     opt = make(kind, net.parameters())
-    losses = []
+
+    def objective(images, labels):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is not None, cache_enabled=False):
+            return cross_entropy(net(images), labels)
+
     for parts in steps:
-
-        def closure(parts=parts):
-            opt.zero_grad()
-            total, samples = 0.0, sum(len(labels) for _, labels in parts)
-            for images, labels in parts:
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is not None, cache_enabled=False):
-                    loss = cross_entropy(net(images), labels) * (len(labels) / samples)
-                loss.backward()
-                total = total + loss.detach()
-            return total
-
-        if kind == "free":
-            losses.append(opt.step(closure))
-        else:
-            losses.append(closure())
-            opt.step()
-    return net, opt, losses
+        step_by_hand(kind, opt, parts, by_samples(parts), objective)
+    return net, opt
 
 
 def halves(batches):
@@ -117,7 +70,7 @@ def test_every_batch_is_a_step_with_two_gradients(tmp_path, digits, assert_same,
     torch.manual_seed(1)
     fit.fit(model, loader)
     torch.manual_seed(1)
-    net, opt, _ = by_hand(kind, 2 * halves(loader.batches), precision)
+    net, opt = by_hand(kind, 2 * halves(loader.batches), precision)
     assert_same(model.net, fit.optimizers[0], net, opt)
     assert opt.diagnostics()["updates"] == fit.global_step == 2 * BATCHES
     assert opt.diagnostics()["gradients"] == 2
@@ -136,7 +89,7 @@ def test_a_last_batch_of_an_odd_size_is_weighted_by_samples(tmp_path, digits, as
     fit.fit(model, loader)
     torch.manual_seed(1)
     odd = [(images[16:18], labels[16:18]), (images[18:21], labels[18:21])]
-    net, opt, _ = by_hand("free", [*halves(batches[:1]), odd])
+    net, opt = by_hand("free", [*halves(batches[:1]), odd])
     assert_same(model.net, fit.optimizers[0], net, opt)
 
 
@@ -150,7 +103,7 @@ def test_accumulated_batches_are_the_gradients_of_one_step(tmp_path, digits, ass
         fit.fit(model, loader)
     torch.manual_seed(1)
     batches = loader.batches
-    net, opt, _ = by_hand("free", 2 * [batches[:2], batches[2:4], batches[4:6], *halves(batches[6:])])
+    net, opt = by_hand("free", 2 * [batches[:2], batches[2:4], batches[4:6], *halves(batches[6:])])
     assert_same(model.net, fit.optimizers[0], net, opt)
     assert fit.global_step == opt.diagnostics()["updates"] == 8
 
@@ -211,7 +164,7 @@ def test_validation_checkpoints_and_the_end_are_at_the_average(tmp_path, digits,
     torch.manual_seed(1)
     fit.fit(model, loader, [torch.zeros(1)])
     torch.manual_seed(1)
-    net, opt, _ = by_hand(kind, 2 * halves(loader.batches))
+    net, opt = by_hand(kind, 2 * halves(loader.batches))
     iterate = [p.detach().clone() for p in net.parameters()]
     with opt.averaged():
         average = [p.detach().clone() for p in net.parameters()]
@@ -241,7 +194,7 @@ def test_an_exception_in_validation_leaves_the_weights_of_the_training(tmp_path,
     with pytest.raises(ArithmeticError):
         fit.fit(model, loader, [torch.zeros(1)])
     torch.manual_seed(1)
-    net, _, _ = by_hand("free", halves(loader.batches))
+    net, _ = by_hand("free", halves(loader.batches))
     assert torch.equal(model.net[0].weight, net[0].weight)
     assert "training_step" not in vars(model)
 
@@ -270,10 +223,17 @@ def test_what_sgdolfree_cannot_is_said_in_a_sentence(tmp_path, digits):
     with pytest.raises(ValueError, match="AveragedWeights needs averages, got averaging=None"):
         trainer(tmp_path, max_epochs=1, callbacks=[AveragedWeights()]).fit(Plain(), Loader(digits))
 
+    class Skips(Classifier):
+        def training_step(self, batch, index):
+            return None
+
+    with pytest.raises(TypeError, match="must return the mean loss of each part of a batch, got None"):
+        trainer(tmp_path, max_epochs=1).fit(Skips(), Loader(digits))
+
     class Scheduled(Classifier):
         def configure_optimizers(self):
             opt = super().configure_optimizers()
             return [opt], [torch.optim.lr_scheduler.LinearLR(opt)]
 
-    with pytest.raises(KeyError, match="no learning rate|lr"):
+    with pytest.raises(KeyError, match=r"no learning rate|lr"):
         trainer(tmp_path, max_epochs=1).fit(Scheduled(), Loader(digits))

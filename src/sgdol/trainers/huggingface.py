@@ -101,7 +101,7 @@ class Microbatches:
         self._kept_batches.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)  # its loss comes with that of the last one
-        window, self._kept_batches = self._kept_batches, []
+        window, self._kept_batches = self._kept_batches[-batches:], []  # none of a step that was never made
         losses: list[Tensor] = []
 
         def closure() -> Tensor:

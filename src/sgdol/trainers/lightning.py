@@ -50,7 +50,8 @@ class Microbatches(Callback):
     already, and so has either on several ranks: nothing is split there.
 
     ``training_step`` has to return the mean loss over the samples that it is given, as a tensor or as ``"loss"`` in a
-    dict. What it logs is logged for every part, and not again when SGDOLFree evaluates the batch at another point.
+    dict. What it logs is logged for every part, and not again when SGDOLFree evaluates the batch at another point; a
+    metric object that it updates itself sees those evaluations too.
 
     Args:
         parts: into how many parts a batch is split along the first axis of its tensors, at least 2.
@@ -133,7 +134,12 @@ class Microbatches(Callback):
         try:
             for number, (share, each) in enumerate(passes, start=1):
                 output = step(*each)
-                loss = (output["loss"] if isinstance(output, Mapping) else output) * share
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                if loss is None:
+                    raise TypeError(
+                        "with Microbatches training_step must return the mean loss of each part of a batch, got None"
+                    )
+                loss = loss * share
                 if number < len(passes):
                     with torch.autocast(pl_module.device.type, enabled=False):
                         trainer.strategy.backward(loss, None)
