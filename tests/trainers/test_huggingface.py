@@ -52,8 +52,14 @@ def arguments(tmp_path, **options) -> TrainingArguments:
     )
 
 
+class Pairs(Trainer):
+    """Batches stay whole: without accumulation two of them make an update."""
+
+    parts = 1
+
+
 def train(model, opt, args, dataset, **options):
-    trainer = Trainer(model, args, train_dataset=dataset, optimizers=(opt, None))
+    trainer = Pairs(model, args, train_dataset=dataset, optimizers=(opt, None))
     trainer.train(**options)
     return trainer
 

@@ -9,13 +9,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch.nn.functional import cross_entropy
+from trainer_problems import BATCHES, Loader
 
 import sgdol
 from sgdol import SGDOL
 from sgdol.trainers.lightning import StepSizeMonitor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's, of torch
-BATCHES, BATCH = 12, 16
 
 
 def build() -> torch.nn.Sequential:
@@ -23,30 +23,6 @@ def build() -> torch.nn.Sequential:
     return torch.nn.Sequential(
         torch.nn.Linear(64, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 10)
     )
-
-
-class Loader:
-    """Batches in a fixed order, which remembers its place, as Lightning wants it for resuming within an epoch."""
-
-    def __init__(self, digits):
-        images, labels = digits
-        self.batches = [(images[i : i + BATCH], labels[i : i + BATCH]) for i in range(0, BATCHES * BATCH, BATCH)]
-        self.place = 0
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __iter__(self):
-        self.place %= len(self.batches)
-        while self.place < len(self.batches):
-            self.place += 1
-            yield self.batches[self.place - 1]
-
-    def state_dict(self):
-        return {"place": self.place}
-
-    def load_state_dict(self, state):
-        self.place = state["place"]
 
 
 class Classifier(LightningModule):
