@@ -23,9 +23,6 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sgdol import PAPER
-from sgdol.learners import FTRL
-
 __all__ = ["AVERAGING_POWER", "OURS", "OURS_FREE", "Contender", "Method", "available", "contenders", "get"]
 
 AVERAGING_POWER = 8.0
@@ -147,8 +144,6 @@ METHODS: tuple[Method, ...] = (
     Method("cocob", "parameterfree:COCOB", package="parameterfree"),
     Method("sgdol", options={"averaging": _A}, averaging="optimizer", **_OURS),
     Method("sgdol-rms", options={"metric": "rms", "averaging": _A}, averaging="optimizer", **_OURS),
-    Method("sgdol-ftrl", options={"learner": FTRL(), "kappa": 10.0, "averaging": _A}, averaging="optimizer", **_OURS),
-    Method("sgdol-paper", options={**PAPER, "alpha": None}, **_OURS),
     Method("sgdol-free", "sgdol:SGDOLFree", package="sgdol", parts=2, averaging="optimizer", closure=True),
 )
 
@@ -214,9 +209,6 @@ def contenders() -> list[Contender]:
         Contender("SGDOL + averaging", get("sgdol"), "average", True),
         Contender("SGDOL, metric rms", get("sgdol-rms"), "last", True),
         Contender(OURS, get("sgdol-rms"), "average", True),
-        Contender("SGDOL, FTRL", get("sgdol-ftrl"), "last", True),
-        Contender("SGDOL, FTRL + averaging", get("sgdol-ftrl"), "average", True),
-        Contender("SGDOL, the paper's", get("sgdol-paper"), "last", True),
     ]
     lines += [
         Contender("Adam, lr 1e-3", get("adam"), "last"),

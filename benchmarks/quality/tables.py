@@ -244,7 +244,6 @@ def _effects() -> list[tuple[str, str, str]]:
         ("averaging, to SGDOL, metric rms", OURS, "SGDOL, metric rms"),
         ("learned step size, to SGD + momentum", "SGDOL", "SGD + momentum"),
         ("learned step size, to SGD + momentum + averaging", "SGDOL + averaging", "SGD + momentum + averaging"),
-        ("FTRL instead of measured curvature", "SGDOL, FTRL + averaging", "SGDOL + averaging"),
         ("the metric rms, to SGDOL + averaging", OURS, "SGDOL + averaging"),
         ("no learning rate, to SGDOL, metric rms + averaging", OURS_FREE, OURS),
     ]
