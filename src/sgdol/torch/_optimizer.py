@@ -88,6 +88,11 @@ class SGDOL(WatchingOptimizer):
     (True, True)
     """
 
+    _pair: HeldPair
+    _sources: list[Source]
+    _statistics: Statistics
+    _taking_part: list[Tensor]
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -344,7 +349,7 @@ class SGDOL(WatchingOptimizer):
         """The parts of which this optimizer is made, on its groups and state as they are now."""
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         self._blocks = None
-        self._taking_part: list[Tensor] = []
+        self._taking_part = []
         super()._assemble()
         geometry, groups, state = self._geometry, self.param_groups, self.state
         assert self._finder is not None
@@ -356,7 +361,7 @@ class SGDOL(WatchingOptimizer):
 
         wishes = _Wishes(self._group_of)
         self._pair = HeldPair(groups, state, geometry, world, wishes)
-        self._sources: list[Source] = [self._pair, Passes(self._recorder, geometry, world, wishes)]
+        self._sources = [self._pair, Passes(self._recorder, geometry, world, wishes)]
         learners = self._learners
         self._statistics = Statistics(
             groups, state, geometry, world, lambda group: uses_hindsight(learners[group["learner"]])
