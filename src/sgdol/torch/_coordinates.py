@@ -100,8 +100,8 @@ def update_tensor(
     return sums[0] if len(sums) == 1 else Sums(*(_total(parts) for parts in zip(*sums, strict=True)))
 
 
-def _total(parts: tuple[Tensor | None, ...]) -> Any:
-    return None if parts[0] is None else sum(parts[1:], parts[0])  # type: ignore[arg-type]
+def _total(parts: tuple[Any, ...]) -> Any:
+    return None if parts[0] is None else sum(parts[1:], parts[0])
 
 
 def _product(piece: _Piece, scale: Any) -> Tensor:

@@ -46,13 +46,14 @@ class SGDOL(WatchingOptimizer):
     * several ``backward()`` calls before ``step()`` (gradient accumulation): each is one gradient;
     * DistributedDataParallel and fully_shard (FSDP2): each rank's gradient before it is averaged is one;
     * one ``backward()`` per ``step()``: the first call holds its gradient, the second updates (see :attr:`pending`);
-    * ``step(closure)``: the closure draws a fresh batch at each call and is called as often as needed.
+    * ``step(closure)``: the closure is called once, and the ``backward()`` calls in it are the gradients.
 
     They must be independent draws of the *same* objective. The same batch twice, or two different loss terms in two
     ``backward()`` calls, are not.
 
     Args:
-        params: parameters or parameter groups. Groups may differ in lr, momentum, weight_decay and maximize.
+        params: parameters or parameter groups. Every option may stand in a group; groups that say "global" share a
+            step size (times their lr) if they have alpha, kappa and learner in common.
         lr: 1/M, the base rate: the first step size, and half of the largest. A float or a tensor; schedulers may move
             it.
         smoothness: M, instead of lr.
@@ -66,6 +67,8 @@ class SGDOL(WatchingOptimizer):
         momentum: beta in [0, 1) of :math:`d_t = m_t/(1-\beta^t)`, :math:`m_t = \beta m_{t-1} + (1-\beta) \bar g_t`.
         weight_decay: decoupled: :math:`x \leftarrow x - \eta_t (d_t + \mathrm{weight\_decay} \cdot x)`.
         learner: an online learner from :mod:`sgdol.learners`; None for FTRL, the paper's.
+        metric: the norm in which lengths are taken: ``"euclidean"``, ``"rms"``, ``"adagrad"`` or an object of
+            :mod:`sgdol.metrics`; all but the first keep one more vector.
         maximize: ascend instead.
         foreach: update many tensors at once (more memory, fewer kernel launches) or one by one; None for what suits the
             device.
@@ -87,6 +90,11 @@ class SGDOL(WatchingOptimizer):
     >>> bool(opt.param_groups[0]["step_size"] < 0.4), bool(x.norm() < 1)
     (True, True)
     """
+
+    _pair: HeldPair
+    _sources: list[Source]
+    _statistics: Statistics
+    _taking_part: list[Tensor]
 
     def __init__(
         self,
@@ -349,7 +357,7 @@ class SGDOL(WatchingOptimizer):
         """The parts of which this optimizer is made, on its groups and state as they are now."""
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         self._blocks = None
-        self._taking_part: list[Tensor] = []
+        self._taking_part = []
         super()._assemble()
         geometry, groups, state = self._geometry, self.param_groups, self.state
         assert self._finder is not None
@@ -361,7 +369,7 @@ class SGDOL(WatchingOptimizer):
 
         wishes = _Wishes(self._group_of)
         self._pair = HeldPair(groups, state, geometry, world, wishes)
-        self._sources: list[Source] = [self._pair, Passes(self._recorder, geometry, world, wishes)]
+        self._sources = [self._pair, Passes(self._recorder, geometry, world, wishes)]
         learners = self._learners
         self._statistics = Statistics(
             groups, state, geometry, world, lambda group: uses_hindsight(learners[group["learner"]])
