@@ -1,7 +1,6 @@
 """Lightning trains with SGDOL as a loop by hand does: the same bits, with and without accumulation, and resumed."""
 
 import csv
-import functools
 import warnings
 
 import pytest
@@ -13,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from trainer_problems import BATCHES, Loader, noise_averse
 
 import sgdol
-from sgdol.torch._closures import draws_afresh
+from sgdol import SGDOL
 from sgdol.trainers.lightning import StepSizeMonitor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's, of torch
@@ -45,7 +44,7 @@ class Classifier(LightningModule):
             opt.step()
         return loss
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> SGDOL:
         return noise_averse(self.parameters(), **self.options)
 
 
@@ -126,19 +125,6 @@ def test_manual_optimization_makes_pairs_of_consecutive_batches(tmp_path, digits
         fit.fit(model, loader)
     net, opt, _ = by_hand(loader.batches, BATCHES)
     assert_same(model.net, fit.optimizers[0], net, opt)
-
-
-def test_a_closure_of_the_users_own_is_still_called_twice():
-    class Draws:
-        def __call__(self): ...
-        def again(self, batch): ...
-
-    assert draws_afresh(lambda: None)
-    assert draws_afresh(Draws())
-    assert draws_afresh(Draws().__call__)
-    assert draws_afresh(functools.partial(Draws().again, 1))
-    assert draws_afresh(functools.partial(max, 1, 2))
-    assert draws_afresh(functools.partial(Classifier().training_step, None))
 
 
 @pytest.mark.parametrize(("accumulate", "stop"), [(1, 7), (1, 12), (3, 5), (3, 2)])
