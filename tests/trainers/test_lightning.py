@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch.nn.functional import cross_entropy
-from trainer_problems import BATCHES, Loader
+from trainer_problems import BATCHES, Loader, noise_averse
 
 import sgdol
 from sgdol import SGDOL
@@ -29,7 +29,7 @@ class Classifier(LightningModule):
     def __init__(self, manual=False, **options):
         super().__init__()
         self.net = build()
-        self.options = {"lr": 0.5, **options}
+        self.options = options
         self.seen = 0
         self.automatic_optimization = not manual
 
@@ -44,8 +44,8 @@ class Classifier(LightningModule):
             opt.step()
         return loss
 
-    def configure_optimizers(self):
-        return SGDOL(self.parameters(), **self.options)
+    def configure_optimizers(self) -> SGDOL:
+        return noise_averse(self.parameters(), **self.options)
 
 
 def trainer(tmp_path, **options) -> Trainer:
@@ -58,7 +58,7 @@ def trainer(tmp_path, **options) -> Trainer:
 def by_hand(batches, updates_after, accumulate=1, precision=None, clip=None):
     """The loop that Lightning promises to run, written out. Returns the model, the optimizer and each step size."""
     net = build()
-    opt = SGDOL(net.parameters(), lr=0.5)
+    opt = noise_averse(net.parameters())
     step_sizes, norms = [], []
     for step in range(updates_after):
         for images, labels in batches[step * accumulate : (step + 1) * accumulate]:

@@ -3,6 +3,7 @@
 import torch
 
 from sgdol import SGDOL, SGDOLFree
+from sgdol.learners import FTRL
 
 BATCHES, BATCH = 12, 16
 
@@ -37,6 +38,11 @@ def build() -> torch.nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return torch.nn.Sequential(torch.nn.Linear(64, 16), *layers, torch.nn.Linear(16, 10))
+
+
+def noise_averse(params, lr=0.5, **options):
+    """SGDOL by the paper's rule, whose step size falls as soon as it sees noise, whatever the defaults are."""
+    return SGDOL(params, lr=lr, **{"momentum": 0.0, "learner": FTRL(), **options})
 
 
 def make(kind, params):
