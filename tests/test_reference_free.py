@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sgdol import free
+from sgdol import free, probing
 from sgdol.reference_free import sgdol_free
 
 
@@ -28,21 +28,21 @@ def test_the_first_two_steps_by_hand():
 
 
 def test_probes_settle_where_the_gradient_changes_by_an_eighth():
-    start = free.Bracket(1.0)
-    assert free.next_probe(start, 1 / 8).told
-    assert free.next_probe(start, 1 / 8).curvature == 1 / 8
-    assert free.next_probe(start, 1 / 64).length == 8.0
-    assert free.next_probe(start, 4.0).length == 1 / 32
-    assert free.next_probe(start, 0.0).length == 64.0
-    assert free.next_probe(start, np.inf).length == free.next_probe(start, 1e9).length == 1 / 64
-    assert free.next_probe(start, np.nan).length == 1 / 64
+    start = probing.Bracket(1.0)
+    assert probing.next_probe(start, 1 / 8).told
+    assert probing.next_probe(start, 1 / 8).curvature == 1 / 8
+    assert probing.next_probe(start, 1 / 64).length == 8.0
+    assert probing.next_probe(start, 4.0).length == 1 / 32
+    assert probing.next_probe(start, 0.0).length == 64.0
+    assert probing.next_probe(start, np.inf).length == probing.next_probe(start, 1e9).length == 1 / 64
+    assert probing.next_probe(start, np.nan).length == 1 / 64
 
 
 def test_a_search_never_believes_a_probe_that_was_too_long():
     """A gradient that is flat up to 1 and a wall from there: no probe tells, and M is that of the longest short one."""
-    bracket = free.Bracket(1 / 8)
+    bracket = probing.Bracket(1 / 8)
     while not bracket.told and bracket.count < 8:
-        bracket = free.next_probe(bracket, 0.0 if bracket.length < 1 else 1e9)
+        bracket = probing.next_probe(bracket, 0.0 if bracket.length < 1 else 1e9)
     assert not bracket.told
     assert 0.9 < bracket.short < 1 <= bracket.long < 1.1
     assert bracket.curvature == 1 / 32 / bracket.short

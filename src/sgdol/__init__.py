@@ -26,6 +26,7 @@ _MODULES = (
     "metrics",
     "paper",
     "private",
+    "probing",
     "reference",
     "reference_free",
     "summary",
