@@ -103,12 +103,12 @@ class Scaling(_Parts, _Learning):
                 f"give alpha or kappa, not both: got alpha={shown(self.alpha)} and kappa={shown(self.kappa)} "
                 "(kappa is in units of the first squared gradient)"
             )
-        kappa = suggested_kappa(self.learner) if self.kappa is None else self.kappa
+        kappa = suggested_kappa(_learner(self.learner)) if self.kappa is None else self.kappa
         self.kappa = check_number("kappa", kappa, lambda c: c > 0, "positive and finite, or None", of_any_size=True)
 
     def _check_momentum(self) -> None:
         if self.bias_correction is None:
-            self.bias_correction = not uses_hindsight(self.learner)
+            self.bias_correction = not uses_hindsight(_learner(self.learner))
         if not isinstance(self.bias_correction, bool):
             raise TypeError(f"bias_correction must be True, False or None, got {shown(self.bias_correction)}")
         if self.epoch is None:
