@@ -22,9 +22,12 @@ from torch import Tensor, nn
 
 from benchmarks.timing import machine, table, timed
 from sgdol import SGDOL, SGDOLFree
+from sgdol.learners import FTRL
 
 OUT = Path(__file__).parent / "results" / "cost.md"
 TENSORS, SIZE = 60, 333_334
+PLAIN: dict[str, Any] = {"momentum": 0.0, "learner": FTRL()}
+"""Without momentum, as SGD is: the paper's learner."""
 MANY, FEW = 500, 100
 
 
@@ -48,6 +51,9 @@ def main() -> None:
         f"## step() alone: {MANY} tensors of {FEW} numbers, where Python is what costs",
         "",
         *table(timed(_steps(MANY, FEW), 10 * rounds), "SGD(foreach=True)"),
+        "",
+        "PLAIN is momentum=0, learner=FTRL(): the direction that SGD has. SGDOL() has momentum 0.9: compare it with "
+        "SGD(momentum=0.9).",
         "",
         "`step()` does not contain the norms that SGDOL takes during backward; the whole training steps do.",
     ]
@@ -83,15 +89,20 @@ def _steps(tensors: int, size: int) -> dict[str, Iterator[float]]:
 
     return {
         "SGD(foreach=True)": contender(lambda p: torch.optim.SGD(p, lr=1e-3, foreach=True), 2),
-        'SGDOL(granularity="global")': contender(lambda p: SGDOL(p, lr=1e-3), 2),
-        'SGDOL(granularity="tensor")': contender(lambda p: SGDOL(p, lr=1e-3, granularity="tensor"), 2),
-        "SGDOL, two step() calls per update": _pairs(contender(lambda p: SGDOL(p, lr=1e-3), 1)),
+        "SGDOL(**PLAIN)": contender(lambda p: SGDOL(p, lr=1e-3, **PLAIN), 2),
+        'SGDOL(granularity="tensor", **PLAIN)': contender(
+            lambda p: SGDOL(p, lr=1e-3, granularity="tensor", **PLAIN), 2
+        ),
+        "SGDOL(**PLAIN), two step() calls per update": _pairs(contender(lambda p: SGDOL(p, lr=1e-3, **PLAIN), 1)),
         "SGD(momentum=0.9, foreach=True)": contender(
             lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, foreach=True), 2
         ),
-        "SGDOL(momentum=0.9)": contender(lambda p: SGDOL(p, lr=1e-3, momentum=0.9), 2),
+        "SGDOL()": contender(lambda p: SGDOL(p, lr=1e-3), 2),
+        'SGDOL(metric="rms")': contender(lambda p: SGDOL(p, lr=1e-3, metric="rms"), 2),
         "Adam(foreach=True)": contender(lambda p: torch.optim.Adam(p, lr=1e-3, foreach=True), 2),
-        'SGDOL(granularity="coordinate")': contender(lambda p: SGDOL(p, lr=1e-3, granularity="coordinate"), 2),
+        'SGDOL(granularity="coordinate", **PLAIN)': contender(
+            lambda p: SGDOL(p, lr=1e-3, granularity="coordinate", **PLAIN), 2
+        ),
     }
 
 
@@ -144,9 +155,10 @@ def _contenders(build: Callable[[], nn.Module], x: Tensor, y: Tensor) -> dict[st
     return {
         "SGD(foreach=True)": contender(lambda p: torch.optim.SGD(p, lr=1e-3, foreach=True), 1),
         "SGD(foreach=True), two microbatches": contender(lambda p: torch.optim.SGD(p, lr=1e-3, foreach=True), 2),
-        "SGDOL, two microbatches": contender(lambda p: SGDOL(p, lr=1e-3), 2),
-        'SGDOL(granularity="coordinate"), two microbatches': contender(
-            lambda p: SGDOL(p, lr=1e-3, granularity="coordinate"), 2
+        "SGDOL(**PLAIN), two microbatches": contender(lambda p: SGDOL(p, lr=1e-3, **PLAIN), 2),
+        "SGDOL(), two microbatches": contender(lambda p: SGDOL(p, lr=1e-3), 2),
+        'SGDOL(granularity="coordinate", **PLAIN), two microbatches': contender(
+            lambda p: SGDOL(p, lr=1e-3, granularity="coordinate", **PLAIN), 2
         ),
         "Adam(foreach=True)": contender(lambda p: torch.optim.Adam(p, lr=1e-3, foreach=True), 1),
     }
@@ -253,11 +265,15 @@ def _memory() -> list[str]:
     rows = ["| optimizer | kept between steps | gradients per step |", "|---|---|---|"]
     cases: list[tuple[str, Callable[[Any], Any], int]] = [
         ("SGD", lambda p: torch.optim.SGD(p, lr=1e-3), 1),
-        ("SGDOL, microbatches", lambda p: SGDOL(p, lr=1e-3), 2),
-        ("SGDOL, one backward per step()", lambda p: SGDOL(p, lr=1e-3), 1),
-        ("SGDOL, momentum, microbatches", lambda p: SGDOL(p, lr=1e-3, momentum=0.9), 2),
+        ("SGDOL(**PLAIN), microbatches", lambda p: SGDOL(p, lr=1e-3, **PLAIN), 2),
+        ("SGDOL(**PLAIN), one backward per step()", lambda p: SGDOL(p, lr=1e-3, **PLAIN), 1),
+        ("SGDOL(), microbatches", lambda p: SGDOL(p, lr=1e-3), 2),
         ("Adam", lambda p: torch.optim.Adam(p, lr=1e-3), 1),
-        ("SGDOL, coordinate, microbatches", lambda p: SGDOL(p, lr=1e-3, granularity="coordinate"), 2),
+        (
+            'SGDOL(granularity="coordinate", **PLAIN), microbatches',
+            lambda p: SGDOL(p, lr=1e-3, granularity="coordinate", **PLAIN),
+            2,
+        ),
     ]
     for name, make, passes in cases:
         rows.append(f"| {name} | {_kept(make, passes):.2f} x the parameters | {passes} |")
