@@ -113,8 +113,10 @@ class Scaling(_Parts, _Learning):
             raise TypeError(f"bias_correction must be True, False or None, got {shown(self.bias_correction)}")
         if self.epoch is None:
             return
-        if isinstance(self.epoch, bool) or not isinstance(self.epoch, int | np.integer) or self.epoch < 2:
-            raise ValueError(f"epoch must be a whole number of updates, at least 2, or None, got {shown(self.epoch)}")
+        whole = isinstance(self.epoch, int | np.integer) and not isinstance(self.epoch, bool)
+        if not whole or not 2 <= self.epoch < 2**31:
+            sentence = "a whole number of updates, from 2 to 2^31 - 1, or None"
+            raise ValueError(f"epoch must be {sentence}, got {shown(self.epoch)}")
         if self.estimator == "paper":
             raise ValueError('epoch corrects estimator="symmetric", got estimator="paper"')
 
