@@ -14,7 +14,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from sgdol import metrics, surrogate
@@ -29,6 +28,9 @@ Number = float | jax.Array
 P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
+
+_LAST_COUNT = 2**31 - 1
+"""Where counts of updates stop."""
 
 
 # The order of the options is that of the classes below, the last of a list of bases first -----------------------------
@@ -50,7 +52,7 @@ class _Learning:
     momentum: Number | None = 0.9
     bias_correction: bool | None = None
     statistics: surrogate.MomentumStatistics = "direction"
-    epoch: int | None = None
+    epoch: int | jax.Array | None = None
     weight_decay: Number | None = None
 
 
@@ -113,10 +115,9 @@ class Scaling(_Parts, _Learning):
             raise TypeError(f"bias_correction must be True, False or None, got {shown(self.bias_correction)}")
         if self.epoch is None:
             return
-        whole = isinstance(self.epoch, int | np.integer) and not isinstance(self.epoch, bool)
-        if not whole or not 2 <= self.epoch < 2**31:
-            sentence = "a whole number of updates, from 2 to 2^31 - 1, or None"
-            raise ValueError(f"epoch must be {sentence}, got {shown(self.epoch)}")
+        words = "a whole number of updates, at least 2, or None"
+        epoch = check_number("epoch", self.epoch, lambda b: b >= 2 and b == int(b), words, of_any_size=True)
+        self.epoch = min(int(epoch), _LAST_COUNT) if isinstance(epoch, float) else epoch
         if self.estimator == "paper":
             raise ValueError('epoch corrects estimator="symmetric", got estimator="paper"')
 
