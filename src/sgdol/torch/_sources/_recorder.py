@@ -89,7 +89,7 @@ class _Listener:
     def begun(self) -> None:
         recorder = self._recorder()
         if recorder is not None:
-            recorder._begin()
+            recorder._begin(self._index)
 
     def reduced(self) -> None:
         recorder = self._recorder()
@@ -116,6 +116,9 @@ class Recorder:
         self._n = torch.zeros(0)
         self._samples: list[tuple[Slot, Tensor]] = []
         self._keeps_gradients = False
+        self._used = False
+        self.left_over = False
+        """Whether the first pass since the last step found that step's gradients, which nobody had zeroed."""
         self._known: tuple[list[Tensor], list[Slot]] = ([], [])
         weakref.finalize(self, _remove_taps, self._slots)
 
@@ -147,8 +150,9 @@ class Recorder:
             return True
         return any(not slot.count and slot.param.grad is not None for slot in self._slots_of(params))
 
-    def reset(self) -> None:
-        """Forget the passes: their gradients have been used or thrown away."""
+    def reset(self, *, used: bool = False) -> None:
+        """Forget the passes: their gradients have been used, and are there still, or thrown away."""
+        self._used, self.left_over = used, False
         for slot in self._slots:
             if slot.count or slot.previous is not None:
                 slot.forget()
@@ -210,7 +214,7 @@ class Recorder:
         """One parameter's gradient arrives in the backward that runs now, and is about to be accumulated."""
         if gradient.layout != torch.strided:
             return
-        current, slot = self._begin(), self._slots[index]
+        current, slot = self._begin(index), self._slots[index]
         if not slot.count:
             slot.forget()  # squares of a backward that raised half-way
             if not self._world.waits(slot.param):
@@ -238,17 +242,19 @@ class Recorder:
         else:
             current.arrived[index] = self._geometry.norm(slot.param, real_gradient(gradient))
 
-    def _begin(self) -> _Pass:
-        """The backward that runs now."""
+    def _begin(self, index: int) -> _Pass:
+        """The backward that runs now, which has reached this slot."""
         task = torch._C._current_graph_task_id()
         running = self._running.get(task)
-        return self._start(task) if running is None else running
+        return self._start(task, index) if running is None else running
 
     @torch.no_grad()
-    def _start(self, task: int) -> _Pass:
+    def _start(self, task: int, index: int) -> _Pass:
         self._world = self._finder.world
         self._reconcile()
         running = self._running[task] = _Pass(max(s.count for s in self._slots), {}, {})
+        if not running.number:  # also after gradients have been thrown away: a GAN's generator leaves some
+            self.left_over = self._used and not self._slots[index].zeroed()
         after_backward(lambda: after_backward(lambda: self._close(task)))
         for slot in self._slots:
             if slot.reduces and slot.param.grad is not None and not self._world.waits(slot.param):
@@ -262,7 +268,7 @@ class Recorder:
         begun = torch._C._current_graph_task_id() in self._running
         if slot.count and not begun:  # through a leaf that nobody told of: what was added to what is not known
             slot.forget()
-        current = self._begin()
+        current = self._begin(index)
         if not slot.count:
             previous = slot.previous
             slot.forget()

@@ -83,6 +83,12 @@ class Slot:
             return self.reduces and grad is None and self.seen is None
         return self.seen() is grad and self.seen_version == version(grad)
 
+    def zeroed(self) -> bool:
+        """Whether there is no gradient, as far as a few entries tell; of an accelerator, as far as versions do."""
+        if not self.dense():
+            return True
+        return not self.untouched() if self.param.device.type != "cpu" else not entries(self).any()
+
     def dense(self) -> bool:
         return self.param.grad is not None and self.param.grad.layout == torch.strided
 
