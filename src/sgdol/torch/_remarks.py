@@ -50,8 +50,8 @@ class Remarks:
     def not_zeroed(self) -> None:
         """Gradients of the step before were there when the first backward of this one came."""
         self._say(
-            "gradients were not zeroed after the last step(), so that those of this step were added to them: they count "
-            "as agreeing, and the step size grows on noise. Call zero_grad() after every step()."
+            "gradients were not zeroed after the last step(), so that those of this step were added to them. They "
+            "count as agreeing, and the step size grows on noise: call zero_grad() after every step()."
         )
 
     def skipped(self, groups: Sequence[dict[str, Any]]) -> None:
