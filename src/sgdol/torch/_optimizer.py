@@ -282,6 +282,8 @@ class SGDOL(WatchingOptimizer):
             self._remarks.held(self.param_groups)
         elif not pending:
             self._remarks.taken()
+            if self._recorder.bent:
+                self._remarks.bent()
             for remark in self._world().remarks:
                 self._warn(remark)
         if self._recorder.left_over:

@@ -54,6 +54,15 @@ class Remarks:
             "count as agreeing, and the step size grows on noise: call zero_grad() after every step()."
         )
 
+    def bent(self) -> None:
+        """Gradients were changed after a backward by more than a factor each."""
+        self._say(
+            "something has changed .grad after backward() by more than one factor per tensor (noise that was added, "
+            "clamped entries, a post-accumulate hook that clips), so that the noise in it is not known any more, and "
+            "the step size is wrong. clip_grad_norm_ after the last backward() is right; Tensor.register_hook, which "
+            "changes each gradient before SGDOL sees it, is right; and so is anything with one backward() per step()."
+        )
+
     def skipped(self, groups: Sequence[dict[str, Any]]) -> None:
         """An update was skipped because a gradient was not finite."""
         self._skips += 1

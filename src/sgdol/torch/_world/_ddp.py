@@ -73,8 +73,8 @@ class DataParallel(World):
         config = getattr(self._wrapper(), "_join_config", None)
         if config is not None and config.enable and not config.throw_on_early_termination:
             raise NotImplementedError(
-                f"{self._name} does not run under DistributedDataParallel's join(), where ranks run out of inputs: give "
-                "every rank the same number of batches (DistributedSampler does), or use "
+                f"{self._name} does not run under DistributedDataParallel's join(), where ranks run out of inputs: "
+                "give every rank the same number of batches (DistributedSampler does), or use "
                 "join(throw_on_early_termination=True)"
             )
 
