@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -55,6 +55,10 @@ class WatchingOptimizer(Optimizer):
         if self._recorder is not None:
             self._recorder.reset()
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """Put the averaged weights into the parameters, and take them out again."""
+        return self._averaged()
+
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         """Put the averages that are in the state into the parameters, and take them out again."""
@@ -74,6 +78,18 @@ class WatchingOptimizer(Optimizer):
         finally:
             self._swapped = False
             self._world().reshard()
+
+    def averaged_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """``model.state_dict()`` with the averaged parameters in it: what to save for use. Buffers are the model's.
+
+        >>> from sgdol import SGDOL
+        >>> model = torch.nn.Linear(2, 1)
+        >>> opt = SGDOL(model.parameters(), lr=0.1, averaging=8)
+        >>> sorted(opt.averaged_state_dict(model))
+        ['bias', 'weight']
+        """
+        with self.averaged():
+            return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     # Watching ---------------------------------------------------------------------------------------------------------
 

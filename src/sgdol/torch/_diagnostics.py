@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sgdol.surrogate import loss
+from sgdol import summary
 from sgdol.torch._update import Outcome
 
 __all__ = ["added", "report", "skipped", "updates", "zeros"]
-
-RECENT = 0.99
-"""The signal-to-noise ratio and the noise scale are averages over about the last 1 / (1 - RECENT) updates."""
 
 ROWS = ("updates", "skipped", "surrogate", "signal", "length", "recent_signal", "recent_length")
 """Counts, sums weighted by lr, and two moving averages of the latter."""
@@ -38,7 +34,7 @@ def added(totals: Tensor, outcome: Outcome, ok: Tensor | None) -> Tensor:
         return _added_numbers(totals, outcome)
     one = torch.ones_like(outcome.surrogate)
     sums = torch.stack([one, 0 * one, outcome.surrogate, outcome.signal, outcome.length])
-    recent = torch.lerp(torch.stack([outcome.signal, outcome.length]), totals[5:], RECENT)
+    recent = summary.recent(totals[5:], torch.stack([outcome.signal, outcome.length]))
     new = torch.cat([totals[:5] + sums, recent])
     return new if ok is None else torch.where(ok, new, skipped(totals))
 
@@ -47,7 +43,7 @@ def _added_numbers(totals: Tensor, outcome: Outcome) -> Tensor:
     """The same of Python's numbers, on the host."""
     *old, signal, length = totals.tolist()
     new = [1.0, 0.0, outcome.surrogate, outcome.signal, outcome.length]
-    recent = [now + RECENT * (before - now) for now, before in ((outcome.signal, signal), (outcome.length, length))]
+    recent = [summary.recent(signal, outcome.signal), summary.recent(length, outcome.length)]
     return totals.new_tensor([*(a + b for a, b in zip(old, new, strict=True)), *recent])
 
 
@@ -59,20 +55,13 @@ def updates(totals: Tensor) -> Tensor:
 def report(totals: Tensor | None, k: int) -> dict[str, Any]:
     """The totals as numbers that people look at; ``k`` is the number of gradients in an update."""
     values = dict.fromkeys(ROWS, 0.0) if totals is None else dict(zip(ROWS, totals.tolist(), strict=True))
-    signal, noise = values["recent_signal"], values["recent_length"] - values["recent_signal"]
-    best = min(max(values["signal"] / values["length"], 0.0), 2.0) if values["length"] > 0 else 1.0
+    recent = values["recent_signal"], values["recent_length"]
     return {
-        "signal_to_noise": _quotient(signal, noise),
-        "noise_scale": _quotient(k * noise, signal),
+        "signal_to_noise": summary.signal_to_noise(*recent),
+        "noise_scale": summary.noise_scale(*recent, k),
         "updates": int(values["updates"]),
         "skipped": int(values["skipped"]),
         "gradients": k,
         "cumulative_surrogate": values["surrogate"],
-        "regret": values["surrogate"] - loss(best, values["signal"], values["length"], 1.0),
+        "regret": summary.regret(values["surrogate"], values["signal"], values["length"]),
     }
-
-
-def _quotient(numerator: float, denominator: float) -> float:
-    if denominator == 0:
-        return math.nan if numerator == 0 else math.copysign(math.inf, numerator)
-    return numerator / denominator

@@ -20,9 +20,9 @@ from sgdol.torch._blocks import Blocks, Granularity, share
 from sgdol.torch._checkpoint import Blanks, first_step_size
 from sgdol.torch._guard import Guard
 from sgdol.torch._options import DERIVED, LEARNED_WITH, OPTIONS, checked, checked_rate, materialise, refuse_unknown
+from sgdol.torch._remarks import Remarks
 from sgdol.torch._sources import Gradients, HeldPair, Passes, Source, Wish
 from sgdol.torch._statistics import Statistics
-from sgdol.torch._tensors import wide_dtype
 from sgdol.torch._update import Outcome, update
 from sgdol.torch._world import local
 
@@ -146,7 +146,7 @@ class SGDOL(WatchingOptimizer):
                 "sgdol.SGDOLFree needs neither (experimental)"
             )
         self._prepare()
-        self._guard = Guard()
+        self._guard, self._remarks = Guard(), Remarks(self._warn)
         self._learners: dict[str, Learner] = {defaults["learner"]: self.learner}
         self._metrics: dict[str, Metric] = {defaults["metric"]: found_metric}
         self._derived = {name: given[name] for name in DERIVED}
@@ -244,8 +244,10 @@ class SGDOL(WatchingOptimizer):
         * ``step_size``: eta of the last update, one per parameter group (for finer granularities the length of the move
           over that of the direction, so that coordinates that never move do not count).
         * ``signal_to_noise``: :math:`\sum u / \sum (n - u)` over the recent updates: signal and noise of the direction.
+          From 0 (a sum of u that noise has made negative counts as 0) to :math:`2^{52}` (no noise at all).
         * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have as
-          much signal as noise. Times the microbatch size it is the "simple" one of McCandlish et al. (2018).
+          much signal as noise. Times the microbatch size it is the "simple" one of McCandlish et al. (2018). From 0
+          (no noise) to infinity (no signal was seen). Both are not a number before the first update.
         * ``updates``, ``skipped`` (non-finite gradients), ``gradients`` (k of the last update), ``pending``.
         * ``cumulative_surrogate``: :math:`\sum_t \ell_t(\eta_t)`, which bounds the change of f in expectation.
         * ``regret``: that minus what the best fixed multiple of lr would have had, for all blocks the same.
@@ -285,10 +287,16 @@ class SGDOL(WatchingOptimizer):
                 break
         if found is None:
             pair.hold(params)
+            self._remarks.held(self.param_groups)
         elif not pending:
+            self._remarks.taken()
+            if self._recorder.bent:
+                self._remarks.bent()
             for remark in self._world().remarks:
                 self._warn(remark)
-        self._recorder.reset()
+        if self._recorder.left_over:
+            self._remarks.not_zeroed()
+        self._recorder.reset(used=True)
         return found
 
     def _creates_state(self, params: list[Tensor]) -> bool:
@@ -311,9 +319,10 @@ class SGDOL(WatchingOptimizer):
             first["totals"] = diagnostics.skipped(totals)
             share(self.param_groups)
             self._geometry.forget()
+            self._remarks.skipped(self.param_groups)
             return
         if ok is None:
-            self._warn_if_identical(verdict.n, verdict.u, gradients.params[0].dtype)
+            self._remarks.identical(verdict.n, verdict.u, gradients.params[0].dtype)
         blocks = self._blocks_of(gradients.params)
         direction = self._statistics.direction(gradients, blocks.group_of, diagnostics.updates(totals), ok)
         outcome = update(blocks, direction, self._learner_of, self._geometry, self._world(), ok)
@@ -328,6 +337,8 @@ class SGDOL(WatchingOptimizer):
         for group, eta in zip(self.param_groups, outcome.step_sizes, strict=True):
             if eta is not None:
                 group["step_size"] = eta if ok is None else torch.where(ok, eta, group["step_size"].to(eta))
+        if ok is None:
+            self._remarks.updated(self.param_groups, outcome.step_sizes)
         share(self.param_groups)
         self._average(blocks, diagnostics.updates(first["totals"]), ok)
 
@@ -388,15 +399,6 @@ class SGDOL(WatchingOptimizer):
     def _blanks(self) -> Blanks:
         return Blanks(self.param_groups, self.state, self._learner_of, self._geometry, self._statistics.keeps_direction)
 
-    def _warn_if_identical(self, length: float, signal: float, dtype: torch.dtype) -> None:
-        """Identical gradients have u = n: the same batch was used twice, or there is no noise at all."""
-        if length > 0 and abs(length - signal) <= 8 * torch.finfo(wide_dtype(dtype)).eps * length:
-            self._warn(
-                "SGDOL was given the same gradient twice, so it cannot see any noise and is plain SGD with step size "
-                "lr. Draw a fresh batch for every backward(), split a batch into microbatches, and give each rank its "
-                "own data. If the objective has no noise, all is well."
-            )
-
     # Saving and loading -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -451,7 +453,8 @@ class SGDOL(WatchingOptimizer):
         if "defaults" in state:  # unpickled or copied: new parameters, which nobody watches yet
             warned = self._warned
             self._prepare()
-            self._warned, self._guard, self._blank = warned, Guard(), False
+            self._warned, self._blank = warned, False
+            self._guard, self._remarks = Guard(), Remarks(self._warn)
             self._assemble()
 
 

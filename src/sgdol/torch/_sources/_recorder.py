@@ -11,8 +11,8 @@ with one backward per step pays for nothing. (Where ranks average their gradient
 What happens to ``.grad`` between backward and step (GradScaler's unscaling, ``clip_grad_norm_``) rescales S and so has
 to rescale the squares. The squared norm of S is therefore taken at the end of each backward, together with the tensor's
 version, which tells without a look at the data whether somebody has written to it since. GradScaler's kernel writes
-without raising the version, so a few entries of the largest gradients are compared as well. Where anything changed,
-all norms are taken again.
+without raising the version, so a few entries of every gradient are compared as well. Where anything changed, all
+norms are taken again.
 
 Reentrant activation checkpointing runs one backward as several graphs. A parameter's own count still tells the passes
 apart, but two things are beyond it: a parameter that several reentrant segments share counts once for each of them,
@@ -29,14 +29,12 @@ import torch
 from torch import Tensor
 
 from sgdol.torch._geometry import Geometry
-from sgdol.torch._sources._slots import Keep, Slot, entries, wide_like
-from sgdol.torch._tensors import real_gradient, real_view, scalar_dtype, squared_norms, stacked
+from sgdol.torch._sources._samples import Samples
+from sgdol.torch._sources._slots import Keep, Slot, wide_like
+from sgdol.torch._tensors import real_gradient, real_view, scalar_dtype, stacked
 from sgdol.torch._world import Finder, local, local_gradient
 
 __all__ = ["Found", "Recorder", "ratio"]
-
-SAMPLED = 2
-"""How many gradients are looked at to notice a silent rescaling."""
 
 FEW = 1 << 12
 """Gradients of at most so many entries are kept until the end of their backward and measured all at once."""
@@ -89,7 +87,7 @@ class _Listener:
     def begun(self) -> None:
         recorder = self._recorder()
         if recorder is not None:
-            recorder._begin()
+            recorder._begin(self._index)
 
     def reduced(self) -> None:
         recorder = self._recorder()
@@ -114,8 +112,13 @@ class Recorder:
         self._running: dict[int, _Pass] = {}  # by graph task: reentrant checkpointing nests them
         self._q = torch.zeros(0)
         self._n = torch.zeros(0)
-        self._samples: list[tuple[Slot, Tensor]] = []
+        self._samples = Samples()
         self._keeps_gradients = False
+        self._used = False
+        self.left_over = False
+        """Whether the first pass since the last step found that step's gradients, which nobody had zeroed."""
+        self.bent = False
+        """Whether gradients have been changed, since their backward, by more than a factor each."""
         self._known: tuple[list[Tensor], list[Slot]] = ([], [])
         weakref.finalize(self, _remove_taps, self._slots)
 
@@ -147,8 +150,10 @@ class Recorder:
             return True
         return any(not slot.count and slot.param.grad is not None for slot in self._slots_of(params))
 
-    def reset(self) -> None:
-        """Forget the passes: their gradients have been used or thrown away."""
+    def reset(self, *, used: bool = False) -> None:
+        """Forget the passes: their gradients have been used, and are there still, or thrown away."""
+        self._used, self.left_over, self.bent = used, False, False
+        self._samples.clear()
         for slot in self._slots:
             if slot.count or slot.previous is not None:
                 slot.forget()
@@ -170,8 +175,9 @@ class Recorder:
         before = n
         if len(lazy) == len(slots):
             n = before = q = self._norms(slots)
-        elif not all(s.lazy or s.untouched() for s in slots) or self._silently_written():
+        elif not all(s.lazy or s.untouched() for s in slots) or self._samples.changed():
             n = self._norms(slots)
+            self._look_for_bent(slots)
         elif lazy:
             before = n = n.clone()
             n[lazy] = self._norms([slots[i] for i in lazy])
@@ -210,7 +216,7 @@ class Recorder:
         """One parameter's gradient arrives in the backward that runs now, and is about to be accumulated."""
         if gradient.layout != torch.strided:
             return
-        current, slot = self._begin(), self._slots[index]
+        current, slot = self._begin(index), self._slots[index]
         if not slot.count:
             slot.forget()  # squares of a backward that raised half-way
             if not self._world.waits(slot.param):
@@ -218,6 +224,8 @@ class Recorder:
                 return
         elif slot.lazy:  # brought by a graph inside of the backward that runs
             self._read_off([index], [])
+        if self._world.ranks == 1:
+            slot.expect(gradient)
         if slot.keep == "norms" and gradient.numel() <= FEW:
             current.small[index], current.arrived[index] = gradient, None
         else:
@@ -238,17 +246,19 @@ class Recorder:
         else:
             current.arrived[index] = self._geometry.norm(slot.param, real_gradient(gradient))
 
-    def _begin(self) -> _Pass:
-        """The backward that runs now."""
+    def _begin(self, index: int) -> _Pass:
+        """The backward that runs now, which has reached this slot."""
         task = torch._C._current_graph_task_id()
         running = self._running.get(task)
-        return self._start(task) if running is None else running
+        return self._start(task, index) if running is None else running
 
     @torch.no_grad()
-    def _start(self, task: int) -> _Pass:
+    def _start(self, task: int, index: int) -> _Pass:
         self._world = self._finder.world
         self._reconcile()
         running = self._running[task] = _Pass(max(s.count for s in self._slots), {}, {})
+        if not running.number:  # also after gradients have been thrown away: a GAN's generator leaves some
+            self.left_over = self._used and not self._slots[index].zeroed()
         after_backward(lambda: after_backward(lambda: self._close(task)))
         for slot in self._slots:
             if slot.reduces and slot.param.grad is not None and not self._world.waits(slot.param):
@@ -262,7 +272,7 @@ class Recorder:
         begun = torch._C._current_graph_task_id() in self._running
         if slot.count and not begun:  # through a leaf that nobody told of: what was added to what is not known
             slot.forget()
-        current = self._begin()
+        current = self._begin(index)
         if not slot.count:
             previous = slot.previous
             slot.forget()
@@ -287,6 +297,7 @@ class Recorder:
             return
         n, _ = self._totals()
         if changed:
+            self._look_for_bent([self._slots[i] for i in changed if i not in busy])
             now = self._norms([self._slots[i] for i in changed])
             rows = torch.stack([now, n[changed]])
             now, before = self._world.total([self._slots[i].param for i in changed], rows).unbind()
@@ -348,6 +359,7 @@ class Recorder:
                 slot.first = done.number
                 slot.lazy = not self._world.waits(slot.param) and slot.previous is None
             slot.count += 1
+            self.bent = (slot.expected is not None and slot.unexpected()) or self.bent
             if what is not None and slot.keep == "gradients":
                 slot.gradients[done.number] = what
             elif what is not None:
@@ -365,7 +377,7 @@ class Recorder:
         for i in done.arrived.keys() | set(stale):
             self._slots[i].see()
         if stale:
-            self._sample([self._slots[i] for i in stale])
+            self._samples.take([slot for slot in self._slots if slot.dense() and not slot.lazy])
 
     # Measuring ------------------------------------------------------------------------------------------------------
 
@@ -404,17 +416,8 @@ class Recorder:
     def _stack(self, lengths: list[Any]) -> Tensor:
         return stacked(lengths, self._n).square_()
 
-    def _sample(self, slots: list[Slot]) -> None:
-        largest = sorted(slots, key=lambda slot: local(slot.param).numel())[-SAMPLED:]
-        found = squared_norms([entries(slot) for slot in largest], self._n)
-        self._samples = list(zip(largest, found.unbind(), strict=True))
-
-    def _silently_written(self) -> bool:
-        """Whether entries changed although no version says so, or whether it cannot be told without a wait."""
-        if self._n.device.type != "cpu" or not self._samples:
-            return True
-        now = squared_norms([entries(slot) for slot, _ in self._samples], self._n).tolist()
-        return 0 in now or now != [before.tolist() for _, before in self._samples]
+    def _look_for_bent(self, slots: list[Slot]) -> None:
+        self.bent = self.bent or self._samples.bent(slots)
 
     def _totals(self) -> tuple[Tensor, Tensor]:
         """The vectors (n, q), one row per slot."""

@@ -16,8 +16,8 @@ __all__ = ["Keep", "Slot", "entries", "version", "wide_like"]
 Keep = Literal["norms", "squares", "gradients"]
 """What is kept of the contributions to a parameter: a number, a tensor of squares, or the first two themselves."""
 
-ENTRIES = 64
-"""About how many entries of a gradient are compared to notice a silent rescaling."""
+ENTRIES = 16
+"""How many entries of a gradient are compared to notice that it was written to."""
 
 
 class Slot:
@@ -25,6 +25,7 @@ class Slot:
 
     __slots__ = (
         "count",
+        "expected",
         "first",
         "fresh",
         "gradients",
@@ -56,6 +57,24 @@ class Slot:
         self.fresh = True  # the memory of the squares stays: allocating it anew costs more than filling it
         self.previous: Tensor | None = None  # of a sharded one: its gradient before the backward that runs
         self.gradients: dict[int, Tensor] = {}
+        self.expected: tuple[Tensor, Tensor] | None = None
+
+    def expect(self, gradient: Tensor) -> None:
+        """Note, if a hook may change ``.grad`` as soon as this has been added, what it would be without: a few entries.
+
+        Such a hook runs in the middle of a backward, where nothing else tells of it.
+        """
+        if self.param._post_accumulate_grad_hooks and not self.reduces and self.dense():
+            before, new = entries(self.param.grad), entries(gradient)  # type: ignore[arg-type]
+            self.expected = (before + new, before.abs() + new.abs()) if len(before) == len(new) else None
+
+    def unexpected(self) -> bool:
+        """Whether ``.grad`` is not the sum that was noted, but for rounding."""
+        noted, self.expected = self.expected, None
+        if noted is None or not self.dense():
+            return False
+        error = (entries(self.param.grad) - noted[0]).abs()  # type: ignore[arg-type]
+        return bool((error > 8 * torch.finfo(error.dtype).eps * noted[1].max()).any())
 
     def add_squares(self, products: Tensor, gradient: Tensor) -> None:
         """Add the products of the gradient with itself in its metric; Euclid's are taken here, in place."""
@@ -83,6 +102,12 @@ class Slot:
             return self.reduces and grad is None and self.seen is None
         return self.seen() is grad and self.seen_version == version(grad)
 
+    def zeroed(self) -> bool:
+        """Whether there is no gradient, as far as a few entries tell; of an accelerator, as far as versions do."""
+        if not self.dense():
+            return True
+        return not self.untouched() if self.param.device.type != "cpu" else not entries(self.param.grad).any()  # type: ignore[arg-type]
+
     def dense(self) -> bool:
         return self.param.grad is not None and self.param.grad.layout == torch.strided
 
@@ -96,10 +121,10 @@ def wide_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, dtype=wide_dtype(tensor.dtype), memory_format=torch.contiguous_format)
 
 
-def entries(slot: Slot) -> Tensor:
-    """A few entries of a gradient, spread over it."""
-    grad = torch.zeros_like(slot.param) if slot.param.grad is None else slot.param.grad
-    grad = real_gradient(local(grad))
-    if not grad.is_contiguous():
-        return grad.select(0, 0)
-    return grad.view(-1)[:: max(1, grad.numel() // ENTRIES)]
+def entries(gradient: Tensor) -> Tensor:
+    """A few entries of a gradient, spread over it: a view of it, if its memory allows."""
+    flat = real_gradient(local(gradient))
+    if not flat.is_contiguous():
+        flat = flat.reshape(-1) if flat.numel() <= ENTRIES else flat.select(0, 0).reshape(-1)[:ENTRIES]
+    size = flat.numel()
+    return flat.as_strided((min(size, ENTRIES),), (max(1, size // ENTRIES),))

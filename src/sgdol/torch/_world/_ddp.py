@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class DataParallel(World):
 
     def __init__(self, wrapper: DistributedDataParallel, name: str) -> None:
         self._group = wrapper.process_group
+        self._name = name
+        self._wrapper = weakref.ref(wrapper)
         self.ranks = dist.get_world_size(self._group)
         hooks = [getattr(hook, "__name__", repr(hook)) for hook, _ in getattr(wrapper, "_comm_hooks", ())]
         unknown = next((hook for hook in hooks if hook not in FAITHFUL), None)
@@ -52,6 +55,7 @@ class DataParallel(World):
 
     def share(self, params: list[Tensor], own: Own) -> Own:
         """One all-reduce: of two numbers per tensor, or of the size of the gradient. All ranks have the same rows."""
+        self._refuse_join()
         counts = own.q.new_tensor([own.passes, own.passes**2])
         parts = [own.q, own.seen, counts]
         if own.squares:
@@ -63,6 +67,16 @@ class DataParallel(World):
         *squares, q, seen, _ = flat.split([part.numel() for part in parts])
         squares = [(s / self.ranks**2).view(o.shape).to(o) for s, o in zip(squares, own.squares, strict=True)]
         return own._replace(q=(q / self.ranks**2).to(own.q), seen=seen.to(own.q), squares=squares)
+
+    def _refuse_join(self) -> None:
+        """Ranks that have run out of inputs answer for DistributedDataParallel, not for this sum: it would hang."""
+        config = getattr(self._wrapper(), "_join_config", None)
+        if config is not None and config.enable and not config.throw_on_early_termination:
+            raise NotImplementedError(
+                f"{self._name} does not run under DistributedDataParallel's join(), where ranks run out of inputs: "
+                "give every rank the same number of batches (DistributedSampler does), or use "
+                "join(throw_on_early_termination=True)"
+            )
 
 
 class Unwrapped(World):
@@ -103,14 +117,23 @@ def find_wrapper(params: list[Tensor], optimizer: object, name: str) -> Distribu
     It leaves no mark on a parameter, and an optimizer is given parameters, not modules. The garbage collector knows
     every live module; it is asked once, and again when a model has been wrapped since.
     """
+    found = _wrappers_and_refusals(params, optimizer, name)
+    if len(found) > 1:  # one that has been replaced may be garbage which is not collected yet
+        found.clear()
+        gc.collect()
+        found = _wrappers_and_refusals(params, optimizer, name)
+    return max(found, key=lambda wrapper: _ORDER.get(wrapper, 0), default=None)
+
+
+def _wrappers_and_refusals(params: list[Tensor], optimizer: object, name: str) -> list[DistributedDataParallel]:
     ids = {id(p) for p in params}
-    found = None
+    found = []
     zero = _imported("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
     flat = _imported("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
     for candidate in gc.get_objects():
         if issubclass(type(candidate), DistributedDataParallel):
             if any(id(p) in ids for p in candidate.module.parameters()):
-                found = candidate
+                found.append(candidate)
         elif issubclass(type(candidate), zero) and getattr(candidate, "optim", None) is optimizer:
             raise NotImplementedError(
                 f"{name} does not run inside ZeroRedundancyOptimizer: every rank would see the gradients of its own "
@@ -126,6 +149,7 @@ def find_wrapper(params: list[Tensor], optimizer: object, name: str) -> Distribu
 
 
 _WRAPPED = [0]
+_ORDER: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 _WATCHING: list[Any] = []
 
 
@@ -139,6 +163,7 @@ def wrappings() -> int:
 def _note(module: torch.nn.Module, name: str, submodule: torch.nn.Module) -> None:
     if name == "module" and isinstance(module, DistributedDataParallel):
         _WRAPPED[0] += 1
+        _ORDER[module] = _WRAPPED[0]
 
 
 def _imported(module: str, name: str) -> tuple[type, ...]:

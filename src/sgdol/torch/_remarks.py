@@ -1,0 +1,106 @@
+"""What a user is told, once each, about a training that runs but does not do what it looks like.
+
+Everything here is counted from numbers that an update knows anyway. On an accelerator the host does not know them
+without a wait, and nothing is said there of step sizes and skips: ``diagnostics()`` shows both.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sgdol.torch._tensors import wide_dtype
+
+__all__ = ["Remarks"]
+
+RUNNING = 10
+"""So many updates of size 0, or skipped ones, running are no accident."""
+
+
+class Remarks:
+    """Counts, and says a sentence when it is enough.
+
+    Args:
+        say: a method that warns, if it has not said the same before. Its object is not kept alive: an optimizer's
+            memory must go when the optimizer goes.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._method = weakref.WeakMethod(say)  # type: ignore[arg-type]
+        self._zeros = 0
+        self._skips = 0
+        self._several = False
+
+    def held(self, groups: Sequence[dict[str, Any]]) -> None:
+        """A gradient is held. The paper's estimator asks for that, and so does the last batch of an epoch."""
+        if not self._several and any(group["estimator"] != "paper" for group in groups):
+            self._say(
+                "SGDOL got one backward() before step(), holds its gradient and updates at every second step(): it "
+                "needs two independent gradients to see the noise. To update at every step, split each batch: "
+                "sgdol.torch.backward(loss_fn, *batch) in place of loss_fn(*batch).backward(), at the same cost."
+            )
+
+    def taken(self) -> None:
+        """Several gradients came in one step: one that comes alone is the last batch of an epoch."""
+        self._several = True
+
+    def not_zeroed(self) -> None:
+        """Gradients of the step before were there when the first backward of this one came."""
+        self._say(
+            "gradients were not zeroed after the last step(), so that those of this step were added to them. They "
+            "count as agreeing, and the step size grows on noise: call zero_grad() after every step()."
+        )
+
+    def bent(self) -> None:
+        """Gradients were changed after a backward by more than a factor each."""
+        self._say(
+            "something has changed .grad after backward() by more than one factor per tensor (noise that was added, "
+            "clamped entries, a post-accumulate hook that clips), so that the noise in it is not known any more, and "
+            "the step size is wrong. clip_grad_norm_ after the last backward() is right; Tensor.register_hook, which "
+            "changes each gradient before SGDOL sees it, is right; and so is anything with one backward() per step()."
+        )
+
+    def skipped(self, groups: Sequence[dict[str, Any]]) -> None:
+        """An update was skipped because a gradient was not finite."""
+        self._skips += 1
+        if self._skips == RUNNING:
+            rates = sorted({float(group["lr"]) for group in groups})
+            self._say(
+                f"SGDOL has skipped {RUNNING} updates running: gradients are not finite, the training has diverged. "
+                f"lr={', '.join(f'{rate:g}' for rate in rates)} is probably too large: start again with a tenth of it. "
+                "If the very first gradients were not finite, look at the data and the loss."
+            )
+
+    def updated(self, groups: Sequence[dict[str, Any]], step_sizes: Sequence[Any]) -> None:
+        """An update was made with these step sizes, known to the host; None where a group took no part."""
+        self._skips = 0
+        part = [(group, eta) for group, eta in zip(groups, step_sizes, strict=True) if eta is not None]
+        if any(eta.tolist() != 0 for _, eta in part) or all(float(group["lr"]) == 0 for group, _ in part):
+            self._zeros = 0
+            return
+        self._zeros += 1
+        if self._zeros == RUNNING:
+            self._say(
+                f"SGDOL's step size has been exactly 0 for {RUNNING} updates running: the gradients of a step "
+                "contradict each other more than independent draws of one objective do. Usual causes: different "
+                "losses in several backward() calls before step() (a GAN's real and fake: add the losses and call "
+                "backward() once, or sgdol.torch.backward); gradients that something changed between the passes (a "
+                "clipping hook: clip once, before step()); lr far too large; an objective that is all noise."
+            )
+
+    def _say(self, message: str) -> None:
+        say = self._method()
+        if say is not None:
+            say(message)
+
+    def identical(self, length: float, signal: float, dtype: torch.dtype) -> None:
+        """Identical gradients have u = n: the same batch was used twice, or there is no noise at all."""
+        if length > 0 and abs(length - signal) <= 8 * torch.finfo(wide_dtype(dtype)).eps * length:
+            self._say(
+                "SGDOL was given the same gradient twice, so it cannot see any noise and is plain SGD with step size "
+                "lr. Draw a fresh batch for every backward(), split a batch into microbatches, and give each rank its "
+                "own data. If the objective has no noise, all is well."
+            )
