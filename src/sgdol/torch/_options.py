@@ -56,6 +56,7 @@ DEFAULTS: dict[str, Any] = {
 OPTIONS = tuple(DEFAULTS)
 
 LEARNED_WITH = (
+    "learner",  # first, because others follow from it
     "alpha",
     "kappa",
     "estimator",
@@ -63,7 +64,6 @@ LEARNED_WITH = (
     "bias_correction",
     "statistics",
     "averaging",
-    "learner",
     "metric",
 )
 """What has been learned means something only with the same of these: a saved state is refused by another."""
