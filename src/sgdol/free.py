@@ -147,7 +147,7 @@ class State(NamedTuple):
     curvature: Number = 0.0
     """The weighted root mean square of r..."""
     stiffness: Number = 0.0
-    """...of ||y||/||s||, which is at least |r|..."""
+    """...of ||y||/||s||, which is at least that of r in size..."""
     curvature_weight: Number = 0.0
     """...and the sum of the weights."""
     since: Number = 0

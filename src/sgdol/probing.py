@@ -31,7 +31,7 @@ class Settings(NamedTuple):
     guess: float = 1 / 64
     """The first probe, in units of ||x||..."""
     guess_by_loss: float = 1 / 8
-    """...or, from x = 0, of |f|/||g||."""
+    """...or, from x = 0, of abs(f)/||g||."""
     shortest: float = 1 / 32
     """A probe measures a curvature if it changes the gradient by at least this share: less drowns in rounding..."""
     longest: float = 1 / 2
