@@ -198,7 +198,7 @@ class _Transformer(nn.Module):
 # SGDOLFree on small networks ------------------------------------------------------------------------------------------
 
 TOGETHER = 20
-"""So many steps are timed at once: about every tenth of SGDOLFree's looks back."""
+"""So many steps are timed at once: about every twelfth of SGDOLFree's looks back."""
 
 
 def _small_networks(rounds: int) -> list[str]:

@@ -106,7 +106,8 @@ def sgdol_free(
             evaluations += 1
             norm = _norm(g, 1 / D)
             length = _norm(x, D) / 64 or abs(fx) / norm / 8 or 1.0
-            short, long = [], []
+            short: list[tuple[float, float]] = []
+            long: list[tuple[float, float]] = []
             for _ in range(8):
                 fp, probed = oracle(batch, x - length / norm * g / D)
                 evaluations += 1
@@ -152,7 +153,7 @@ def sgdol_free(
                 ss = _norm(s, D) ** 2
                 if ss > 0:
                     y = g - q
-                    r = y @ s / ss if finite else 4 * M
+                    r = float(y @ s) / ss if finite else 4 * M
                     count = sqrt(t + 1)
                     if not finite or (y @ s > 4 * abs(q @ s) and r > M):
                         x, fx, parts, finite = before, fp, there, True

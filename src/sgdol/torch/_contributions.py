@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sgdol.torch._listening import Listening, after_backward
 from sgdol.torch._tensors import wide_dtype
 from sgdol.torch._vectors import Space, Vector, largest, multiply
 from sgdol.torch._world import Finder, Tap, World
@@ -31,26 +32,6 @@ class Found(NamedTuple):
     """The sum of the contributions: what is in ``.grad``, times the factor."""
     squares: Vector | None
     """The sum of the squares of this rank's own contributions, coordinate by coordinate; None if there is only one."""
-
-
-class _Listener:
-    """What one parameter's hook calls; does not keep the recorder alive."""
-
-    __slots__ = ("_index", "_recorder")
-
-    def __init__(self, recorder: Contributions, index: int) -> None:
-        self._recorder = weakref.ref(recorder)
-        self._index = index
-
-    def arrived(self, gradient: Tensor) -> None:
-        recorder = self._recorder()
-        if recorder is not None:
-            recorder._arrived(self._index, gradient)
-
-    def begun(self) -> None:
-        """Of sharded parameters, which are refused."""
-
-    reduced = begun
 
 
 class Contributions:
@@ -106,7 +87,7 @@ class Contributions:
                 if world is not self._attached_to:
                     tap.remove()
                 if self._waits:
-                    world.tap(p, tap, _Listener(self, index))
+                    world.tap(p, tap, Listening(self, index))
                 elif p.requires_grad and p.is_leaf:
                     tap.attach(p, _counting(self, index))
             self._attached_to, self._kinds = world, kinds
@@ -141,7 +122,7 @@ class Contributions:
 
     # While a backward runs --------------------------------------------------------------------------------------------
 
-    def _arrived(self, index: int, gradient: Tensor) -> None:
+    def arrived(self, index: int, gradient: Tensor) -> None:
         """This rank's own gradient of a parameter arrives in the backward that runs now."""
         self._counts[index] += 1
         task = torch._C._current_graph_task_id()
@@ -151,14 +132,17 @@ class Contributions:
         before = self._own.get(p)
         self._own[p] = gradient.to(wide_dtype(gradient.dtype), copy=True) if before is None else before + gradient
 
+    def begun(self, index: int) -> None:
+        """Of sharded parameters, which are refused."""
+
+    def reduced(self, index: int) -> None:
+        """Of sharded parameters, which are refused."""
+
     def _begin_pass(self, task: int) -> None:
         if self._passes == 1 and self._last is None and not self._running:
             self._look()  # the first pass alone is worth looking at only now
         self._running.add(task)
-        # DistributedDataParallel queues its wait for the all-reduce in the middle of backward: a callback that is
-        # queued by a callback runs after it.
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(lambda: self._close(task)))
+        after_backward(lambda: after_backward(lambda: self._close(task)))
 
     def _close(self, task: int) -> None:
         """The end of a backward, after the ranks' gradients have been averaged."""

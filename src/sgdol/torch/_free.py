@@ -28,7 +28,7 @@ __all__ = ["SGDOLFree"]
 class SGDOLFree(WatchingOptimizer):
     r"""SGDOL that needs neither a learning rate nor a smoothness constant. Experimental.
 
-    It measures the smoothness M along its own steps: now and then (about every tenth step) it evaluates the batch of
+    It measures the smoothness M along its own steps: now and then (about every twelfth step) it evaluates the batch of
     the step at the point before the last step as well. Signal and noise come from the independent gradients of the
     batch, as in :class:`sgdol.SGDOL`, and
 
@@ -36,9 +36,10 @@ class SGDOLFree(WatchingOptimizer):
         N = \sum_{j<t} (n_j - u_j), \quad \alpha = 4 n_1,
 
     scales a momentum direction, with c from 1/2, while the loss falls, to 1. All lengths are taken in a metric that is
-    made of past gradients. A step whose curvature was too much for it is taken back, and a loss that jumps sends the
-    run back to its average. What is to be used is that average: see :meth:`averaged`. The algorithm, what was measured
-    and what failed is in ``docs/without_smoothness.md``.
+    made of past gradients, and a gradient counts as at most twice as long as those are. A step whose curvature was too
+    much for it is taken back, and a loss that jumps sends the run back to its average. What is to be used is that
+    average: see :meth:`averaged`. The algorithm, what was measured and what failed is in
+    ``docs/without_smoothness.md``.
 
     ``step`` takes a closure that evaluates **the same batch** each time it is called within one step, in two or more
     ``backward()`` calls (under DistributedDataParallel one is enough: the ranks are the independent gradients), and

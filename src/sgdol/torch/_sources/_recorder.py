@@ -22,13 +22,14 @@ and the paper's estimator cannot tell which graph belongs to which pass. ``use_r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sgdol.torch._geometry import Geometry
+from sgdol.torch._listening import Listening, after_backward
 from sgdol.torch._sources._samples import Samples
 from sgdol.torch._sources._slots import Keep, Slot, wide_like
 from sgdol.torch._tensors import real_gradient, real_view, scalar_dtype, stacked
@@ -68,31 +69,6 @@ class _Pass(NamedTuple):
     """What has been kept of the gradients so far, by slot; None where ``.grad`` will say."""
     small: dict[int, Tensor]
     """Gradients that will be measured at the end."""
-
-
-class _Listener:
-    """What one parameter's hooks call; does not keep the recorder alive."""
-
-    __slots__ = ("_index", "_recorder")
-
-    def __init__(self, recorder: Recorder, index: int) -> None:
-        self._recorder = weakref.ref(recorder)
-        self._index = index
-
-    def arrived(self, gradient: Tensor) -> None:
-        recorder = self._recorder()
-        if recorder is not None:
-            recorder._arrived(self._index, gradient)
-
-    def begun(self) -> None:
-        recorder = self._recorder()
-        if recorder is not None:
-            recorder._begin(self._index)
-
-    def reduced(self) -> None:
-        recorder = self._recorder()
-        if recorder is not None:
-            recorder._reduced(self._index)
 
 
 class Recorder:
@@ -135,7 +111,7 @@ class Recorder:
             else:
                 new = False
             slot = self._slots[index]
-            world.tap(param, slot.tap, _Listener(self, index))
+            world.tap(param, slot.tap, Listening(self, index))
             slot.reduces = world.reduces(param)
             if new and param.requires_grad and param.is_leaf and slot.dense():
                 self._adopt(slot)
@@ -212,7 +188,7 @@ class Recorder:
 
     # While a backward runs ------------------------------------------------------------------------------------------
 
-    def _arrived(self, index: int, gradient: Tensor) -> None:
+    def arrived(self, index: int, gradient: Tensor) -> None:
         """One parameter's gradient arrives in the backward that runs now, and is about to be accumulated."""
         if gradient.layout != torch.strided:
             return
@@ -246,6 +222,10 @@ class Recorder:
         else:
             current.arrived[index] = self._geometry.norm(slot.param, real_gradient(gradient))
 
+    def begun(self, index: int) -> None:
+        """A backward has reached this slot's parameter, whose gradient comes later."""
+        self._begin(index)
+
     def _begin(self, index: int) -> _Pass:
         """The backward that runs now, which has reached this slot."""
         task = torch._C._current_graph_task_id()
@@ -266,7 +246,7 @@ class Recorder:
         return running
 
     @torch.no_grad()
-    def _reduced(self, index: int) -> None:
+    def reduced(self, index: int) -> None:
         """fully_shard has added the gradient of the backward that runs now, averaged over the ranks, to ``.grad``."""
         slot = self._slots[index]
         begun = torch._C._current_graph_task_id() in self._running
@@ -428,15 +408,6 @@ class Recorder:
             self._n = torch.cat([self._n.to(blank), blank])
             self._q = torch.cat([self._q.to(blank), blank])
         return self._n, self._q
-
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Run this when the backward that runs now has finished, after what has been queued so far.
-
-    DistributedDataParallel queues its wait for the all-reduce in the middle of backward, so that a callback which is
-    queued by a callback runs after it.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def ratio(now: Tensor, before: Tensor) -> Tensor:
