@@ -15,6 +15,7 @@ import optax.contrib
 import pytest
 
 import sgdol.jax
+from sgdol.learners import FTRL
 
 
 def sgdol_pairs(*args, **options):
@@ -36,7 +37,10 @@ CONFIGURATIONS = {
         "sgdol_pairs",
         {"granularity": "coordinate", "momentum": 0.9, "kappa": 10.0, "weight_decay": 1e-6, "averaging": 8.0},
     ),
-    "paper": ("sgdol", {"estimator": "paper", "granularity": "tensor", "momentum": 0.5, "statistics": "gradient"}),
+    "paper": (
+        "sgdol",
+        {"learner": FTRL(), "estimator": "paper", "granularity": "tensor", "momentum": 0.5, "statistics": "gradient"},
+    ),
 }
 TABLE = tuple(
     {"opt_name": name, "opt_kwargs": {"learning_rate": 1e-3, **options}, "wrapper_name": None, "wrapper_kwargs": None}

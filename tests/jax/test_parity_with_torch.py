@@ -11,7 +11,7 @@ import torch
 
 from sgdol import SGDOL
 from sgdol.jax import averaged_params, diagnostics, sgdol
-from sgdol.learners import MeasuredCurvature
+from sgdol.learners import FTRL, MeasuredCurvature
 
 SHAPES = [(3,), (2, 2), ()]
 ENDS = [3, 7]
@@ -87,30 +87,35 @@ def jax_run(recorded, alternating, averaging=None, **static):
     return run
 
 
-# Every pair of values of two options occurs in one of these; each is one compiled program.
+# Every pair of values of two options that may be together occurs in one of these; each is one compiled program.
 CASES = [
-    # granularity, estimator, statistics, alternating, metric, learner
-    ("global", "symmetric", "direction", True, "euclidean", None),
-    ("global", "paper", "gradient", False, "rms", MeasuredCurvature()),
-    ("group", "paper", "direction", True, "rms", None),
-    ("group", "symmetric", "gradient", False, "euclidean", MeasuredCurvature()),
-    ("tensor", "symmetric", "gradient", True, "adagrad", None),
-    ("tensor", "paper", "direction", False, "euclidean", MeasuredCurvature()),
-    ("tensor", "symmetric", "direction", False, "rms", None),
-    ("coordinate", "paper", "gradient", True, "euclidean", None),
-    ("coordinate", "symmetric", "direction", False, "adagrad", MeasuredCurvature()),
-    ("coordinate", "symmetric", "direction", True, "rms", MeasuredCurvature()),
-    ("global", "paper", "direction", True, "adagrad", MeasuredCurvature()),
-    ("group", "symmetric", "direction", False, "adagrad", None),
+    # granularity, estimator, statistics, alternating, metric, learner, bias_correction, epoch
+    ("global", "symmetric", "gradient", False, "euclidean", FTRL(), True, 5),
+    ("coordinate", "paper", "direction", True, "euclidean", MeasuredCurvature(), False, None),
+    ("tensor", "symmetric", "gradient", False, "adagrad", MeasuredCurvature(), False, None),
+    ("group", "paper", "gradient", True, "rms", FTRL(), True, None),
+    ("tensor", "symmetric", "direction", True, "rms", FTRL(), False, 5),
+    ("group", "symmetric", "direction", False, "rms", MeasuredCurvature(), True, 5),
+    ("global", "paper", "direction", True, "adagrad", FTRL(), True, None),
+    ("coordinate", "symmetric", "gradient", False, "adagrad", FTRL(), True, 5),
+    ("global", "paper", "direction", False, "rms", MeasuredCurvature(), False, None),
+    ("tensor", "paper", "direction", True, "euclidean", MeasuredCurvature(), True, None),
+    ("group", "paper", "direction", True, "euclidean", MeasuredCurvature(), False, None),
+    ("coordinate", "symmetric", "gradient", False, "rms", MeasuredCurvature(), True, 5),
+    ("group", "paper", "direction", True, "adagrad", MeasuredCurvature(), False, None),
+    # and what people use: the defaults, and epochs with them
+    ("global", "symmetric", "direction", True, "euclidean", None, None, None),
+    ("global", "symmetric", "direction", True, "euclidean", None, None, 5),
 ]
+NAMES = ("granularity", "estimator", "statistics", "alternating", "metric", "learner", "bias_correction", "epoch")
 
 
-@pytest.mark.parametrize(("granularity", "estimator", "statistics", "alternating", "metric", "learner"), CASES)
-def test_the_same_iterates(granularity, estimator, statistics, alternating, metric, learner):
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_the_same_iterates(case):
     """For some momentum, weight decay and kappa; without momentum there is no choice of statistics."""
+    options = dict(zip(NAMES, case, strict=True))
+    alternating, statistics = options.pop("alternating"), options["statistics"]
     recorded = vectors(2 if alternating else 4)
-    options = {"granularity": granularity, "estimator": estimator, "statistics": statistics}
-    options |= {"metric": metric, "learner": learner}
     run = jax_run(recorded, alternating, **options)
     cases = [(0.9, 0.1, 1.0), (0.9, 0.0, 10.0), (0.0, 0.1, 10.0)]
     for momentum, decay, kappa in cases[: 2 if statistics == "gradient" else 3]:
@@ -119,6 +124,14 @@ def test_the_same_iterates(granularity, estimator, statistics, alternating, metr
         path, _, _ = run(**jax.tree.map(jnp.asarray, more))
         np.testing.assert_allclose(path, expected, rtol=0, atol=1e-12, err_msg=str(more))
         assert np.ptp(expected, axis=0).max() > 0.5  # it went somewhere
+
+
+@pytest.mark.parametrize("alternating", [True, False], ids=["alternating", "k=4"])
+def test_the_same_defaults(alternating):
+    recorded = vectors(2 if alternating else 4)
+    expected, _, _ = torch_run(recorded, alternating)
+    path, _, _ = jax_run(recorded, alternating)()
+    np.testing.assert_allclose(path, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("granularity", "alternating"), [("global", True), ("tensor", False), ("coordinate", True)])
