@@ -226,9 +226,10 @@ class Blocks:
             if group["alpha"] is not None or (ok is None and old is not None and old.tolist() > 0):
                 continue
             old = torch.zeros_like(n) if old is None else old.to(n)
-            largest = torch.finfo(n.dtype).max * LARGEST
+            # Beside a first square that is nearly too large itself, alpha is that many times it as well.
+            largest = (16 * n).clamp(min=torch.finfo(n.dtype).max * LARGEST)
             first = (n if self.whole else n / self._size()) * group["kappa"]
-            new = torch.where(old > 0, old, first.clamp(max=largest / (1 if self.whole else self._size())))
+            new = torch.where(old > 0, old, torch.minimum(first, largest / (1 if self.whole else self._size())))
             group["alpha_learned"] = new if ok is None else torch.where(ok, new, old)
 
     def state(self, learner: Learner, owners: Sequence[dict[str, Any]], like: Tensor) -> Any:

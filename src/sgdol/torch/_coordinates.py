@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sgdol.learners import FTRL, LARGEST_MULTIPLIER, Learner, uses_hindsight
-from sgdol.torch._blocks import tensor_state
+from sgdol.torch._blocks import LARGEST, tensor_state
 from sgdol.torch._moves import move_guarded
 from sgdol.torch._statistics import Coordinate
 from sgdol.torch._tensors import inner, real_view
@@ -76,6 +76,7 @@ def update_tensor(
         scratch: memory to be used again, by type.
     """
     base = coordinate.signal.base
+    alpha = (_representable(alpha[0], base.dtype), _representable(alpha[1], base.dtype))
     state = tensor_state(learner, owner, param, base)
     last = coordinate.last if isinstance(coordinate.last, Tensor) else base
     tensors = [real_view(local(param)), direction, coordinate.left, coordinate.right, base, last, *state]
@@ -98,6 +99,12 @@ def update_tensor(
         moved = _move(group, x, d, multiplier, rate, ok)
         sums.append(Sums(su, moved if ssn is None else ssn, moved, length))
     return sums[0] if len(sums) == 1 else Sums(*(_total(parts) for parts in zip(*sums, strict=True)))
+
+
+def _representable(alpha: Any, dtype: torch.dtype) -> Any:
+    """Alpha as a number of the type of the sums, which stay finite beside it: a larger one would not count for more."""
+    largest = torch.finfo(dtype).max * (2.0**-12 if dtype == torch.float64 else LARGEST)  # 1e150 squared is in range
+    return alpha.clamp(max=largest) if isinstance(alpha, Tensor) else min(alpha, largest)
 
 
 def _total(parts: tuple[Any, ...]) -> Any:

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from sgdol.metrics import RMS, Means, Metric
-from sgdol.torch._tensors import inner, norm, real_view, scalar_dtype, size, squared_norms, stacked, wide_dtype
+from sgdol.torch._tensors import (
+    inner,
+    norm,
+    product_dtype,
+    real_view,
+    scalar_dtype,
+    size,
+    squared_norms,
+    stacked,
+    wide_dtype,
+)
 from sgdol.torch._world import World, like_parameter, local
 
 __all__ = ["Geometry"]
@@ -62,6 +72,7 @@ class Geometry:
         self._past: dict[Tensor, _Diagonal] | None = None
         self._present: dict[Tensor, _Diagonal] = {}
         self._overalls: list[tuple[Metric, Tensor]] = []
+        self._precisions: dict[Tensor, torch.dtype] = {}
 
     @property
     def plain(self) -> bool:
@@ -96,8 +107,28 @@ class Geometry:
 
     def products(self, param: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """The same for each coordinate, in float32 or wider, in new memory."""
-        wide = wide_dtype(a.dtype)
+        wide = self.precision(param, a)
         return torch.mul(a.to(wide), self.sharp(param, b.to(wide)))
+
+    def precision(self, param: Tensor, gradient: Tensor) -> torch.dtype:
+        """The type of products of single entries: that of what has been learned from them, or what the first needs.
+
+        Where several ranks have one parameter they have to agree on it, so that it is what the parameter's type says.
+        """
+        wide = wide_dtype(gradient.dtype)
+        if wide == torch.float64 or param.device.type != "cpu":
+            return wide
+        known = self._precisions.get(param)
+        if known is None:
+            world = self._world()
+            held = self._state.get(param, {})
+            learned = next((v.dtype for key, v in held.items() if key.startswith("learner.") and v.dim()), None)
+            alone = world.ranks == 1 and not world.spread
+            known = learned or (product_dtype(gradient) if alone else wide)
+            if known is None:
+                return wide
+            self._precisions[param] = known
+        return known
 
     def pairing(self, gradient: Tensor, direction: Tensor) -> Tensor:
         """<g, d> of this rank's piece, of a gradient and a direction: D has no part in it."""

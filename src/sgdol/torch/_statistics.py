@@ -192,9 +192,10 @@ class Statistics:
         for i in set(asking) & coordinates.keys():
             found = self._last_direction(gradients.params[i], self._groups[group_of[i]])
             if found is not None:
-                d = found[0] * gradients.scale
+                g = gradients.vectors[i]
+                d = found[0].to(self._geometry.precision(gradients.params[i], g)) * gradients.scale
                 d = d if found[1] is None else _quotient(d, found[1].to(d))
-                last = gradients.vectors[i].to(d.dtype) * d
+                last = g.to(d.dtype) * d
                 if epochs is not None:
                     weight = self._weight_before(self._groups[group_of[i]], gradients.u)
                     last = last + self._low(coordinates[i], gradients, i, epochs) / weight.to(last)

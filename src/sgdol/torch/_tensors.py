@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 __all__ = [
     "inner",
     "norm",
+    "product_dtype",
     "real_gradient",
     "real_view",
     "scalar_dtype",
@@ -21,6 +23,9 @@ __all__ = [
 ]
 
 NARROW = frozenset({torch.float16, torch.bfloat16})
+
+SAFE = (1e-15, 1e15)
+"""Lengths between which squares in float32 neither overflow nor lose digits; outside they are taken in float64."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -50,7 +55,10 @@ def size(tensor: Tensor) -> int:
 
 def norm(tensor: Tensor) -> Tensor:
     """||tensor||, in float32 or wider: unsquared, because squares leave float32's range first."""
-    return torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.dtype in NARROW else None)
+    length = torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.dtype in NARROW else None)
+    if _may_look(length) and not SAFE[0] < length.item() < SAFE[1]:
+        return torch.linalg.vector_norm(tensor.to(torch.complex128 if tensor.is_complex() else torch.float64))
+    return length
 
 
 def squared_norms(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -60,16 +68,42 @@ def squared_norms(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     first = tensors[0]
     plain = first.dtype not in NARROW and not first.is_complex()
     if len(tensors) > 1 and plain and all(t.dtype == first.dtype and t.device == first.device for t in tensors):
-        return stacked(torch._foreach_norm(list(tensors)), like).square_()
+        lengths = torch._foreach_norm(list(tensors))
+        together = stacked(lengths, like)
+        if _may_look(lengths[0]):
+            low, high = together.aminmax()
+            if not (SAFE[0] < low.item() and high.item() < SAFE[1]):
+                return stacked([norm(t) for t in tensors], like).square_()
+        return together.square_()
     return stacked([norm(t) for t in tensors], like).square_()
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
     """<a, b>, in float32 or wider."""
-    wide = wide_dtype(a.dtype)
+    wide = torch.float64 if torch.float64 in (a.dtype, b.dtype) else wide_dtype(a.dtype)
     if a.dtype != wide or b.dtype != wide:
         a, b = a.to(wide), b.to(wide)
-    return torch.dot(a.reshape(-1), b.reshape(-1))
+    a, b = a.reshape(-1), b.reshape(-1)
+    product = torch.dot(a, b)
+    if _may_look(product) and not SAFE[0] ** 2 < abs(product.item()) < SAFE[1] ** 2:
+        return torch.dot(a.to(torch.float64), b.to(torch.float64))
+    return product
+
+
+def product_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The type in which squares of single entries are kept, float32 or wider; None if all entries are 0."""
+    wide = wide_dtype(tensor.dtype)
+    if wide == torch.float64 or tensor.device.type != "cpu" or type(tensor) is not Tensor or not tensor.numel():
+        return wide
+    largest = torch.linalg.vector_norm(tensor, torch.inf).item()
+    if largest == 0:
+        return None
+    return wide if SAFE[0] ** 0.75 < largest < SAFE[1] or not math.isfinite(largest) else torch.float64
+
+
+def _may_look(number: Tensor) -> bool:
+    """Whether a number is on the host, and of a type that a square may leave."""
+    return number.dtype == torch.float32 and number.device.type == "cpu" and type(number) is Tensor
 
 
 def stacked(scalars: Sequence[Any], like: Tensor) -> Tensor:

@@ -372,7 +372,8 @@ class Recorder:
     def _add_squares(self, slot: Slot, gradient: Tensor) -> None:
         g = real_gradient(gradient)
         euclidean = self._geometry.sharp(slot.param, g) is g
-        slot.add_squares(g if euclidean else self._geometry.products(slot.param, g, g), g)
+        products = g if euclidean else self._geometry.products(slot.param, g, g)
+        slot.add_squares(products, g, self._geometry.precision(slot.param, g))
 
     def _settled_squares(self, slot: Slot) -> Tensor:
         if slot.lazy:
@@ -380,7 +381,8 @@ class Recorder:
             self._add_squares(slot, local_gradient(slot.param))
             slot.fresh = True
         elif slot.squares is None or slot.fresh:
-            return torch.zeros_like(wide_like(real_view(local(slot.param))))
+            piece = real_view(local(slot.param))
+            return torch.zeros_like(wide_like(piece, self._geometry.precision(slot.param, torch.zeros_like(piece))))
         assert slot.squares is not None
         return slot.squares
 

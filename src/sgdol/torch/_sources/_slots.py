@@ -76,10 +76,10 @@ class Slot:
         error = (entries(self.param.grad) - noted[0]).abs()  # type: ignore[arg-type]
         return bool((error > 8 * torch.finfo(error.dtype).eps * noted[1].max()).any())
 
-    def add_squares(self, products: Tensor, gradient: Tensor) -> None:
+    def add_squares(self, products: Tensor, gradient: Tensor, precision: torch.dtype) -> None:
         """Add the products of the gradient with itself in its metric; Euclid's are taken here, in place."""
-        if self.squares is None or self.squares.shape != gradient.shape or self.squares.device != gradient.device:
-            self.squares, self.fresh = wide_like(gradient), True
+        if self.squares is None or _kind(self.squares) != (gradient.shape, gradient.device, precision):
+            self.squares, self.fresh = wide_like(gradient, precision), True
         if products is not gradient:
             self.squares.copy_(products) if self.fresh else self.squares.add_(products)
         elif self.fresh:
@@ -117,8 +117,13 @@ def version(grad: Tensor) -> int:
     return grad._version if type(grad) is Tensor or not is_sharded(grad) else grad._version + local(grad)._version
 
 
-def wide_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, dtype=wide_dtype(tensor.dtype), memory_format=torch.contiguous_format)
+def wide_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    dtype = wide_dtype(tensor.dtype) if dtype is None else dtype
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.device, torch.dtype]:
+    return tensor.shape, tensor.device, tensor.dtype
 
 
 def entries(gradient: Tensor) -> Tensor:
