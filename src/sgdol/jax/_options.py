@@ -75,8 +75,8 @@ class Scaling(_Parts, _Learning):
     """What direction and multiplier depend on, checked; options that ask for nothing are None."""
 
     def __post_init__(self) -> None:
-        self.learner = _learner(self.learner)
-        self._check_alpha()
+        self.learner = learner = _learner(self.learner)
+        self._check_alpha(learner)
         check_choice("estimator", self.estimator, surrogate.ESTIMATORS)
         check_choice("granularity", self.granularity, GRANULARITIES)
         check_choice("statistics", self.statistics, surrogate.MOMENTUM_STATISTICS)
@@ -92,10 +92,10 @@ class Scaling(_Parts, _Learning):
             raise TypeError(f"axis_name must be a name, a tuple of names or None, got {shown(self.axis_name)}")
         if not isinstance(self.record, bool):
             raise TypeError(f"record must be True or False, got {shown(self.record)}")
-        self._check_momentum()
+        self._check_momentum(learner)
         self.metric = metrics.get(self.metric)
 
-    def _check_alpha(self) -> None:
+    def _check_alpha(self, learner: Learner) -> None:
         if self.alpha is not None:
             self.alpha = check_number(
                 "alpha", self.alpha, lambda a: a > 0, "positive and finite, or None", of_any_size=True
@@ -105,12 +105,12 @@ class Scaling(_Parts, _Learning):
                 f"give alpha or kappa, not both: got alpha={shown(self.alpha)} and kappa={shown(self.kappa)} "
                 "(kappa is in units of the first squared gradient)"
             )
-        kappa = suggested_kappa(_learner(self.learner)) if self.kappa is None else self.kappa
+        kappa = suggested_kappa(learner) if self.kappa is None else self.kappa
         self.kappa = check_number("kappa", kappa, lambda c: c > 0, "positive and finite, or None", of_any_size=True)
 
-    def _check_momentum(self) -> None:
+    def _check_momentum(self, learner: Learner) -> None:
         if self.bias_correction is None:
-            self.bias_correction = not uses_hindsight(_learner(self.learner))
+            self.bias_correction = not uses_hindsight(learner)
         if not isinstance(self.bias_correction, bool):
             raise TypeError(f"bias_correction must be True, False or None, got {shown(self.bias_correction)}")
         if self.epoch is None:
