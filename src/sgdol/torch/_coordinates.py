@@ -101,7 +101,7 @@ def update_tensor(
 
 
 def _total(parts: tuple[Tensor | None, ...]) -> Any:
-    return None if parts[0] is None else sum(parts[1:], parts[0])  # type: ignore[arg-type]
+    return None if parts[0] is None else sum(parts[1:], parts[0])  # type: ignore[type-var]
 
 
 def _product(piece: _Piece, scale: Any) -> Tensor:

@@ -35,10 +35,10 @@ def skipped(totals: Tensor) -> Tensor:
 def added(totals: Tensor, outcome: Outcome, ok: Tensor | None) -> Tensor:
     """The totals after one more update, or after one more that was skipped if ``ok`` turns out to be false."""
     if isinstance(outcome.surrogate, float):
-        sums = [1.0, 0.0, outcome.surrogate, outcome.signal, outcome.length]
+        one_more = [1.0, 0.0, outcome.surrogate, outcome.signal, outcome.length]
         *old, signal, length = totals.tolist()
-        recent = [new + RECENT * (before - new) for new, before in ((outcome.signal, signal), (outcome.length, length))]
-        return totals.new_tensor([*(a + b for a, b in zip(old, sums, strict=True)), *recent])
+        lately = [new + RECENT * (before - new) for new, before in ((outcome.signal, signal), (outcome.length, length))]
+        return totals.new_tensor([*(a + b for a, b in zip(old, one_more, strict=True)), *lately])
     one = torch.ones_like(outcome.surrogate)
     sums = torch.stack([one, 0 * one, outcome.surrogate, outcome.signal, outcome.length])
     recent = torch.lerp(torch.stack([outcome.signal, outcome.length]), totals[5:], RECENT)

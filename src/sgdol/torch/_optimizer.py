@@ -146,6 +146,9 @@ class SGDOL(WatchingOptimizer):
         self._blocks: Blocks | None = None
         super().__init__(params, {"lr": rate, **defaults})
 
+    _pair: HeldPair
+    _taking_part: list[Tensor]
+
     # The public face --------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -349,7 +352,7 @@ class SGDOL(WatchingOptimizer):
         """The parts of which this optimizer is made, on its groups and state as they are now."""
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         self._blocks = None
-        self._taking_part: list[Tensor] = []
+        self._taking_part = []
         super()._assemble()
         geometry, groups, state = self._geometry, self.param_groups, self.state
         assert self._finder is not None

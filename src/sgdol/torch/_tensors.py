@@ -60,7 +60,7 @@ def squared_norms(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     first = tensors[0]
     plain = first.dtype not in NARROW and not first.is_complex()
     if len(tensors) > 1 and plain and all(t.dtype == first.dtype and t.device == first.device for t in tensors):
-        return stacked(torch._foreach_norm(tensors), like).square_()
+        return stacked(torch._foreach_norm(list(tensors)), like).square_()
     return stacked([norm(t) for t in tensors], like).square_()
 
 
