@@ -904,7 +904,7 @@ def test_the_step_size_falls_as_gradients_get_noisy():
 
 
 @pytest.mark.parametrize(("momentum", "limit"), [(0.0, 2.0), (0.9, 38.0)])
-@pytest.mark.parametrize("factor", [0.25, 1.5, 100.0])
+@pytest.mark.parametrize("factor", [0.25, 1.5, 5.0])
 def test_the_default_step_is_lr_until_that_is_too_long(momentum, limit, factor):
     """||x||^2/2 with little noise: SGD converges below 2 (1 + beta)/(1 - beta) times its curvature's inverse.
 

@@ -663,7 +663,7 @@ def test_momentum_of_a_group_that_takes_no_part_does_not_age(granularity, estima
 
 def test_the_first_move_of_a_group_that_joins_late_is_not_shrunk_by_momentum():
     a, b = scalar(), scalar()
-    opt = SGDOL([{"params": [a]}, {"params": [b]}], lr=LR, momentum=0.9)
+    opt = SGDOL([{"params": [a]}, {"params": [b]}], lr=LR, momentum=0.9, bias_correction=True)
     for update in range(11):
         for _ in range(2):
             ((a + b if update == 10 else a) / 2).backward()
