@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from sgdol import SGDOL
 
+torch.set_num_threads(1)
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 digits = load_digits()

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from sgdol import SGDOL
 
+torch.set_num_threads(1)
 dist.init_process_group("gloo")
 digits = load_digits()
 images = torch.tensor(digits.data, dtype=torch.float32) / 16

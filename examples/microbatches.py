@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sgdol import SGDOL
 
+torch.set_num_threads(1)
 torch.manual_seed(0)
 digits = load_digits()
 images = torch.tensor(digits.data, dtype=torch.float32) / 16

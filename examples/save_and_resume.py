@@ -8,6 +8,7 @@ from sklearn.datasets import load_digits
 
 from sgdol import SGDOL
 
+torch.set_num_threads(1)
 digits = load_digits()
 images = torch.tensor(digits.data, dtype=torch.float32) / 16
 labels = torch.tensor(digits.target)

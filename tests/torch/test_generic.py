@@ -11,7 +11,8 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from sgdol import SGDOL
+from sgdol import PAPER, SGDOL
+from sgdol.learners import FTRL
 
 try:
     from torch.testing._internal.common_optimizers import (
@@ -37,8 +38,12 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "paper": {"lr": 1e-2, "estimator": "paper"},
     "alpha": {"lr": 1e-2, "alpha": 10.0},
     "smoothness": {"smoothness": 100.0},
-    "momentum": {"lr": 1e-2, "momentum": 0.9},
-    "momentum, paper, coordinate": {"lr": 1e-2, "momentum": 0.9, "estimator": "paper", "granularity": "coordinate"},
+    "PAPER": {"lr": 1e-2, **PAPER},
+    "ftrl, no momentum": {"lr": 1e-2, "momentum": 0.0, "learner": FTRL()},
+    "ftrl, paper, coordinate": {"lr": 1e-2, "learner": FTRL(), "estimator": "paper", "granularity": "coordinate"},
+    "no momentum, coordinate": {"lr": 1e-2, "momentum": 0.0, "granularity": "coordinate"},
+    "rms": {"lr": 1e-2, "metric": "rms"},
+    "epoch, bias_correction": {"lr": 1e-2, "epoch": 3, "bias_correction": True},
 }
 
 
@@ -507,7 +512,11 @@ def test_complex_parameters_equal_their_real_views(options, foreach, dtype):
 
 @each_impl
 def test_groups_have_their_own_rate_and_weight_decay(options, foreach):
-    """The first update: x - lr (d + weight_decay x), with the first gradient or the mean of both as d."""
+    """The first update: x - lr (d + weight_decay x).
+
+    Its d is the first gradient or the mean of both, times 1 - momentum where the average of the gradients is not
+    corrected for having begun at 0. In the metric all three tensors have the same gradient, so its first D is 1.
+    """
     settings = [(0.1, 0.0), (0.02, 0.5), (1e-28, 0.1)]
     shared = {key: value for key, value in options.items() if key not in ("lr", "smoothness", "weight_decay")}
     params = [Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64)) for _ in settings]
@@ -519,6 +528,8 @@ def test_groups_have_their_own_rate_and_weight_decay(options, foreach):
     opt.step()
     d = g1 if options.get("estimator") == "paper" else (g1 + g2) / 2
     d = -d if options.get("maximize") else d
+    if not opt.param_groups[0]["bias_correction"]:
+        d = d * (1 - opt.param_groups[0]["momentum"])
     x = torch.tensor([1.0, -2.0], dtype=torch.float64)
     for p, (lr, wd) in zip(params, settings, strict=True):
         torch.testing.assert_close(p.detach(), x - lr * (d + wd * x), rtol=1e-13, atol=1e-13)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sgdol import SGDOL
-from sgdol.learners import OnlineGradientDescent
+from sgdol.learners import FTRL, OnlineGradientDescent
 from sgdol.metrics import RMS
 
 ANOTHER = {
@@ -83,7 +83,7 @@ def test_groups_that_say_global_share_a_block_beside_others():
         {"params": params[1:2], "granularity": "tensor"},
         {"params": params[2:], "lr": 0.1},
     ]
-    opt = SGDOL(groups, lr=0.05)
+    opt = SGDOL(groups, lr=0.05, learner=FTRL())
     train(params, opt)
     first, second, third = (float(group["step_size"]) for group in opt.param_groups)
     assert third == pytest.approx(2 * first)

@@ -8,16 +8,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from sgdol import SGDOL, SGDOLFree
+from sgdol.learners import FTRL
 from sgdol.torch import Log, scalars
 
 
-def problem(names=("body", "head")):
+def problem(names=("body", "head"), **options):
     """Two groups with their own step sizes."""
     params = [torch.nn.Parameter(torch.ones(3)) for _ in names]
     groups = [
         {"params": [p], **({} if name is None else {"name": name})} for p, name in zip(params, names, strict=True)
     ]
-    return params, SGDOL(groups, lr=0.25, granularity="group")
+    return params, SGDOL(groups, lr=0.25, granularity="group", **options)
 
 
 def step(params, opt, generator, bad=False):
@@ -67,7 +68,7 @@ def test_tensorboard_shows_what_the_optimizer_learned(tmp_path):
 
 
 def test_the_history_is_kept_without_any_writer():
-    params, opt = problem()
+    params, opt = problem(momentum=0.0, learner=FTRL())
     generator, log = torch.Generator().manual_seed(0), Log(every=4)
     for _ in range(10):
         step(params, opt, generator)

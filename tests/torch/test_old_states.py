@@ -9,16 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from sgdol import SGDOL
-from sgdol.learners import OnlineGradientDescent
+from sgdol import PAPER, SGDOL
+from sgdol.learners import FTRL, OnlineGradientDescent
 
 SAVED = torch.load(Path(__file__).parent / "data" / "states_of_0.1.pt", weights_only=True)
 CASES = {
-    "global, momentum, averaging": ({"momentum": 0.9, "averaging": 8.0, "kappa": 10.0}, 2),
-    "coordinate, paper, pending": ({"granularity": "coordinate", "estimator": "paper", "alpha": 1.0}, 1),
+    "global, momentum, averaging": ({"averaging": 8.0, "kappa": 10.0}, 2),
+    "coordinate, paper, pending": ({**PAPER, "granularity": "coordinate", "alpha": 1.0}, 1),
     "tensor, bfloat16, pending": ({"granularity": "tensor", "momentum": 0.5, "statistics": "gradient"}, 1),
-    "group, descent": ({"granularity": "group", "weight_decay": 0.1, "learner": OnlineGradientDescent()}, 3),
+    "group, descent": (
+        {"granularity": "group", "weight_decay": 0.1, "momentum": 0.0, "learner": OnlineGradientDescent()},
+        3,
+    ),
 }
+"""Where a learner is not named it is FTRL, the default of that version."""
 
 
 def train(params, opt, k: int, steps: int) -> None:
@@ -40,6 +44,7 @@ def test_training_goes_on_from_a_state_of_the_version_before(case):
     """To the rounding of a few operations whose order is another now: sums per tensor before those over tensors."""
     saved, (options, k) = SAVED[case], CASES[case]
     params = [torch.nn.Parameter(p.clone()) for p in saved["params"]]
+    options = {"learner": FTRL(), **options}
     opt = SGDOL([{"params": params[:1]}, {"params": params[1:], "lr": 0.02}], lr=0.1, **options)
     opt.load_state_dict(saved["state"])
     train(params, opt, k, 4)
@@ -52,3 +57,11 @@ def test_training_goes_on_from_a_state_of_the_version_before(case):
         with opt.averaged():
             for p, expected in zip(params, saved["averages"], strict=True):
                 torch.testing.assert_close(p.detach(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_defaults_of_today_name_the_learner_that_a_state_of_the_version_before_needs():
+    saved = SAVED["global, momentum, averaging"]
+    params = [torch.nn.Parameter(p.clone()) for p in saved["params"]]
+    opt = SGDOL([{"params": params[:1]}, {"params": params[1:]}], lr=0.1, averaging=8.0)
+    with pytest.raises(ValueError, match=r"saved with learner='FTRL\(.*construct it with the same learner"):
+        opt.load_state_dict(saved["state"])

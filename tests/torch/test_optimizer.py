@@ -95,6 +95,14 @@ def feed(opt, p, *gradients) -> None:
             ValueError,
             "give alpha or kappa, not both: got alpha=2.0 and kappa=3.0",
         ),
+        ({"lr": 0.1, "epoch": 1}, ValueError, "epoch must be a whole number of updates, at least 2, or None, got 1"),
+        (
+            {"lr": 0.1, "epoch": 4.0},
+            ValueError,
+            "epoch must be a whole number of updates, at least 2, or None, got 4.0",
+        ),
+        ({"lr": 0.1, "epoch": 4, "estimator": "paper"}, ValueError, 'epoch corrects estimator="symmetric", got'),
+        ({"lr": 0.1, "bias_correction": 1}, TypeError, "bias_correction must be True or False, got 1"),
         ({"lr": 0.1, "statistics": "raw"}, ValueError, "statistics must be one of 'direction', 'gradient', got 'raw'"),
         ({"lr": 0.1, "averaging": -1}, ValueError, "averaging must be None, or finite and at least 0, got -1"),
         ({"lr": 0.1, "averaging": True}, TypeError, "averaging must be a number, .*, got True"),
@@ -893,3 +901,23 @@ def test_the_step_size_falls_as_gradients_get_noisy():
     assert seen[0] == 1.0
     assert seen[-1] < 0.4
     assert x.detach().square().mean() < 0.2  # plain SGD at lr = 1 hovers at half the noise's variance, 0.5
+
+
+@pytest.mark.parametrize(("momentum", "limit"), [(0.0, 2.0), (0.9, 38.0)])
+@pytest.mark.parametrize("factor", [0.25, 1.5, 5.0])
+def test_the_default_step_is_lr_until_that_is_too_long(momentum, limit, factor):
+    """||x||^2/2 with little noise: SGD converges below 2 (1 + beta)/(1 - beta) times its curvature's inverse.
+
+    With a factor of 0.25 nothing is too long, but noise that the iterates hover in takes off a little.
+    """
+    torch.manual_seed(0)
+    x = torch.nn.Parameter(torch.full((50,), 3.0, dtype=torch.float64))
+    opt = SGDOL([x], lr=factor * limit, momentum=momentum)
+    for _ in range(150):
+        for _ in range(2):
+            ((x * x).sum() / 2 + 0.1 * (torch.randn(50) * x).sum()).div(2).backward()
+        opt.step()
+        opt.zero_grad()
+    step_size = float(opt.param_groups[0]["step_size"])
+    assert (0.9 * opt.param_groups[0]["lr"] if factor < 1 else 0) < step_size < limit
+    assert x.detach().square().mean() < 0.2  # from 9

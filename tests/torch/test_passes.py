@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from sgdol import SGDOL
+from sgdol.learners import FTRL
 from sgdol.surrogate import statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore:SGDOL was given the same gradient twice")
@@ -27,6 +28,10 @@ few = pytest.mark.parametrize(
     ("granularity", "estimator"), [("global", "symmetric"), ("coordinate", "symmetric"), ("tensor", "paper")]
 )
 estimators = pytest.mark.parametrize("estimator", ESTIMATORS)
+
+
+PLAIN = {"momentum": 0.0, "learner": FTRL()}
+"""The paper's learner, as in the truth below: its step sizes see every pass."""
 
 
 # The truth ------------------------------------------------------------------------------------------------------------
@@ -96,7 +101,7 @@ def undisturbed(granularity, estimator) -> torch.Tensor:
 def optimizer(net, granularity, estimator, **options) -> SGDOL:
     first, *others = net.parameters()
     groups = [{"params": [first]}, {"params": others}]
-    return SGDOL(groups, lr=LR, alpha=ALPHA, granularity=granularity, estimator=estimator, **options)
+    return SGDOL(groups, lr=LR, alpha=ALPHA, granularity=granularity, estimator=estimator, **{**PLAIN, **options})
 
 
 def plain_pass(net, opt, loss, x) -> None:
@@ -442,7 +447,7 @@ def test_a_hook_that_users_register_after_the_optimizer_is_seen(granularity, est
 def test_unwatched_passes_of_an_unfrozen_parameter_are_one_contribution(granularity):
     a, b = scalar(), scalar()
     b.requires_grad_(False)
-    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity)
+    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity, **PLAIN)
     b.requires_grad_(True)
     ((a + 3 * b) / 2).backward()
     ((a - b) / 2).backward()
@@ -455,7 +460,7 @@ def test_unwatched_passes_of_an_unfrozen_parameter_are_one_contribution(granular
 def test_a_parameter_unfrozen_later_is_watched_from_its_first_step_on(granularity):
     a, b = scalar(), scalar()
     b.requires_grad_(False)
-    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity)
+    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity, **PLAIN)
     b.requires_grad_(True)
     for _ in range(2):
         ((a + 3 * b) / 2).backward()
@@ -475,7 +480,7 @@ def test_a_parameter_unfrozen_later_is_watched_from_its_first_step_on(granularit
 @granularities
 def test_a_group_added_in_the_middle_of_an_accumulation_brings_one_contribution(granularity):
     a, b = scalar(), scalar()
-    opt = SGDOL([a], lr=LR, alpha=ALPHA, granularity=granularity)
+    opt = SGDOL([a], lr=LR, alpha=ALPHA, granularity=granularity, **PLAIN)
     ((a + 3 * b) / 2).backward()
     opt.add_param_group({"params": [b]})
     ((a - b) / 2).backward()
@@ -486,7 +491,7 @@ def test_a_group_added_in_the_middle_of_an_accumulation_brings_one_contribution(
 @granularities
 def test_a_group_added_after_the_last_pass_brings_one_contribution(granularity):
     a, b = scalar(), scalar()
-    opt = SGDOL([a], lr=LR, alpha=ALPHA, granularity=granularity)
+    opt = SGDOL([a], lr=LR, alpha=ALPHA, granularity=granularity, **PLAIN)
     ((a + 3 * b) / 2).backward()
     ((a - b) / 2).backward()
     opt.add_param_group({"params": [b]})
@@ -497,7 +502,7 @@ def test_a_group_added_after_the_last_pass_brings_one_contribution(granularity):
 @granularities
 def test_a_group_added_in_the_middle_of_an_accumulation_for_the_paper(granularity):
     a, b = scalar(), scalar()
-    opt = SGDOL([a], lr=LR, alpha=ALPHA, granularity=granularity, estimator="paper")
+    opt = SGDOL([a], lr=LR, alpha=ALPHA, granularity=granularity, **PLAIN, estimator="paper")
     ((a + 3 * b) / 2).backward()
     opt.add_param_group({"params": [b]})
     ((a - b) / 2).backward()
@@ -511,7 +516,7 @@ def test_a_gradient_that_is_there_at_construction_is_one_contribution(granularit
     b = scalar()
     (3 * b / 3).backward()
     (-b / 3).backward()
-    opt = SGDOL([b], lr=LR, alpha=ALPHA, granularity=granularity)  # 2/3
+    opt = SGDOL([b], lr=LR, alpha=ALPHA, granularity=granularity, **PLAIN)  # 2/3
     (b / 3).backward()
     opt.step()
     assert b.item() == pytest.approx(1 - LR)
@@ -523,7 +528,7 @@ def test_a_gradient_that_is_there_at_construction_is_one_contribution(granularit
 def test_a_gradient_at_construction_is_held_if_it_is_the_only_one(granularity, estimator):
     b = scalar()
     (3 * b).backward()
-    opt = SGDOL([b], lr=LR, alpha=ALPHA, granularity=granularity, estimator=estimator)
+    opt = SGDOL([b], lr=LR, alpha=ALPHA, granularity=granularity, **PLAIN, estimator=estimator)
     opt.step()
     assert opt.pending
     opt.zero_grad()
@@ -541,7 +546,7 @@ def test_a_gradient_at_construction_is_held_if_it_is_the_only_one(granularity, e
 @pytest.mark.parametrize("member", [0, 1])
 def test_a_parameter_in_one_of_two_microbatches_counts_as_zero_in_the_other(granularity, member):
     a, b = scalar(), scalar()
-    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity)
+    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity, **PLAIN)
     for i, g in enumerate((1.0, 2.0)):
         ((g * a + 5 * b if i == member else g * a) / 2).backward()
     opt.step()
@@ -552,7 +557,7 @@ def test_a_parameter_in_one_of_two_microbatches_counts_as_zero_in_the_other(gran
 @granularities
 def test_a_parameter_in_one_of_three_microbatches_counts_as_zero_in_the_others(granularity):
     a, b = scalar(), scalar()
-    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity)
+    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity, **PLAIN)
     for loss in (a, 2 * a + 6 * b, -3 * a):
         (loss / 3).backward()
     opt.step()
@@ -563,7 +568,7 @@ def test_a_parameter_in_one_of_three_microbatches_counts_as_zero_in_the_others(g
 @granularities
 def test_the_paper_does_not_move_a_parameter_that_its_first_gradient_does_not_reach(granularity):
     a, b = scalar(), scalar()
-    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity, estimator="paper")
+    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity, **PLAIN, estimator="paper")
     (a / 2).backward()
     ((2 * a + 5 * b) / 2).backward()
     opt.step()
@@ -575,7 +580,7 @@ def test_the_paper_does_not_move_a_parameter_that_its_first_gradient_does_not_re
 @granularities
 def test_the_paper_has_no_signal_where_its_second_gradient_does_not_reach(granularity):
     a, b = scalar(), scalar()
-    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity, estimator="paper")
+    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity, **PLAIN, estimator="paper")
     ((a + 5 * b) / 2).backward()
     (2 * a / 2).backward()
     opt.step()
@@ -588,7 +593,7 @@ def test_the_paper_has_no_signal_where_its_second_gradient_does_not_reach(granul
 @pytest.mark.parametrize("member", [0, 1])
 def test_a_parameter_in_one_of_two_steps_counts_as_zero_in_the_other(granularity, estimator, member):
     a, b = scalar(), scalar()
-    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity, estimator=estimator)
+    opt = SGDOL([a, b], lr=LR, alpha=ALPHA, granularity=granularity, **PLAIN, estimator=estimator)
     for i, g in enumerate((1.0, 2.0)):
         (g * a + 5 * b if i == member else g * a).backward()
         opt.step()
@@ -658,7 +663,7 @@ def test_momentum_of_a_group_that_takes_no_part_does_not_age(granularity, estima
 
 def test_the_first_move_of_a_group_that_joins_late_is_not_shrunk_by_momentum():
     a, b = scalar(), scalar()
-    opt = SGDOL([{"params": [a]}, {"params": [b]}], lr=LR, momentum=0.9)
+    opt = SGDOL([{"params": [a]}, {"params": [b]}], lr=LR, momentum=0.9, bias_correction=True)
     for update in range(11):
         for _ in range(2):
             ((a + b if update == 10 else a) / 2).backward()
@@ -677,7 +682,7 @@ def test_momentum_that_a_scheduler_switches_off_and_on_is_not_resurrected(granul
     pairs += torch.tensor([1.0] * 4 + [-1.0] * 8, dtype=torch.float64)[:, None]
     x, m, w, u_sum, n_sum = 1.0, 0.0, 0.0, 0.0, 0.0
     p = scalar(x)
-    opt = SGDOL([p], lr=LR, alpha=ALPHA, granularity=granularity, estimator=estimator, momentum=0.9)
+    opt = SGDOL([p], lr=LR, alpha=ALPHA, granularity=granularity, estimator=estimator, momentum=0.9, learner=FTRL())
     for beta, (g1, g2) in zip(betas, pairs.tolist(), strict=True):
         g = g1 if estimator == "paper" else (g1 + g2) / 2
         w = beta * w + 1 - beta

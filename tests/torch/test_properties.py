@@ -132,12 +132,17 @@ def close(one: np.ndarray, other: np.ndarray, tolerance: float) -> None:
 @every_estimator
 @ignore_identical
 @examples(10)
-@given(gradients=noises(horizons=(1, 6), largest=1e100), lr=st.floats(1e-3, 1e3), alpha=st.sampled_from([None, 1.0]))
-def test_step_sizes_are_at_least_0_and_at_most_twice_lr(estimator, granularity, gradients, lr, alpha):
+@given(
+    gradients=noises(horizons=(1, 6), largest=1e100),
+    lr=st.floats(1e-3, 1e3),
+    alpha=st.sampled_from([None, 1.0]),
+    learner=st.sampled_from([None, FTRL()]),
+)
+def test_step_sizes_are_at_least_0_and_at_most_twice_lr(estimator, granularity, gradients, lr, alpha, learner):
     """Of each coordinate, measured: the parameters are put to 0 before every step, so that x = -eta d after it."""
     params = [torch.nn.Parameter(torch.zeros(s, dtype=torch.float64)) for s in (2, 1, 3)]
     opt = SGDOL([{"params": params[:1]}, {"params": params[1:]}], lr, alpha=alpha, estimator=estimator,
-                granularity=granularity)  # fmt: skip
+                granularity=granularity, momentum=0.0, learner=learner)  # fmt: skip
     for step in gradients:
         for p in params:
             p.data.zero_()
@@ -161,7 +166,7 @@ def test_step_sizes_are_at_least_0_and_at_most_twice_lr(estimator, granularity, 
 @given(gradients=noises(largest=1e100))
 def test_the_symmetric_step_size_is_at_most_lr(granularity, gradients):
     """u <= n for the mean of k gradients, by Cauchy-Schwarz: with FTRL the step never grows beyond 1/M."""
-    problem = Problem(lr=LR, granularity=granularity, groups=2)
+    problem = Problem(lr=LR, granularity=granularity, groups=2, momentum=0.0, learner=FTRL())
     for step in gradients:
         problem.run(step[None])
         assert max(problem.step_sizes()) <= LR * (1 + 1e-12)
