@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 OUT ?= results
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce test test-slow test-browser docs lint bench bench-scale bench-peers bench-peers-smoke bench-peers-tables clean
+.PHONY: help setup reproduce test test-slow test-browser docs lint bench bench-scale bench-peers bench-peers-smoke bench-peers-tables bench-private fuzz clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 28
@@ -58,6 +58,14 @@ bench-peers-smoke: setup  ## the same in two minutes, to see that it runs; write
 
 bench-peers-tables: setup  ## its tables and plot again, from the saved runs
 	$(BIN)/python -m benchmarks.quality tables
+
+bench-private: setup  ## accuracy under differential privacy; continues if interrupted
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.private measure
+
+fuzz: setup  ## random configurations, bad arguments and damaged results: minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.configurations --count 10000
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.arguments
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.results --count 300
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) results docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

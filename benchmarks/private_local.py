@@ -69,7 +69,7 @@ def table() -> str:
         "",
         f"Test accuracy in per cent at delta = {DELTA:g}, mean over {SEEDS} seeds, by "
         "`python -m benchmarks.private_local`: SGD with that constant step / SGDOL with that base rate. "
-        f"Everyone reports once; SGDOL's base rate by rule is {BASE:g}. The larger class is 75.9 % of the people.",
+        f"Everyone reports once; SGDOL's base rate by rule is {BASE:g}. The larger class is 75.6 % of the test set.",
         "",
         "| rate | " + " | ".join(f"ε = {e:g} (σ = {noise_for(e):.1f})" for e in EPSILONS) + " |",
         "|---|" + "---:|" * len(EPSILONS),

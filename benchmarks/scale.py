@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.cost import PLAIN
 from benchmarks.timing import machine, timed
 from sgdol import SGDOL
 
@@ -84,7 +85,7 @@ def _parameters(sizes: tuple[int, ...], rounds: int) -> list[str]:
     for size in sizes:
         contenders = {"SGD": _step(size, lambda p: torch.optim.SGD(p, lr=1e-3, foreach=True))}
         for name in GRANULARITIES:
-            contenders[name] = _step(size, lambda p, name=name: SGDOL(p, lr=1e-3, granularity=name))  # type: ignore[misc]
+            contenders[name] = _step(size, lambda p, name=name: SGDOL(p, lr=1e-3, granularity=name, **PLAIN))  # type: ignore[misc]
         contenders["Adam"] = _step(size, lambda p: torch.optim.Adam(p, lr=1e-3, foreach=True))
         times = timed(contenders, rounds)
         sgd = times.pop("SGD")
@@ -118,8 +119,8 @@ def _microbatches(counts: tuple[int, ...], rounds: int) -> list[str]:
         times = timed(
             {
                 "SGD": _training(k, lambda p: torch.optim.SGD(p, lr=1e-3, foreach=True)),
-                "global": _training(k, lambda p: SGDOL(p, lr=1e-3)),
-                "coordinate": _training(k, lambda p: SGDOL(p, lr=1e-3, granularity="coordinate")),
+                "global": _training(k, lambda p: SGDOL(p, lr=1e-3, **PLAIN)),
+                "coordinate": _training(k, lambda p: SGDOL(p, lr=1e-3, granularity="coordinate", **PLAIN)),
             },
             rounds,
         )
@@ -196,7 +197,7 @@ def _distributed_training(rank: int, engine: str, name: str, sent: list[int]) ->
     if name == "SGD":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, foreach=True)
     else:
-        optimizer = SGDOL(net.parameters(), lr=1e-3, granularity=name)  # type: ignore[arg-type]
+        optimizer = SGDOL(net.parameters(), lr=1e-3, granularity=name, **PLAIN)  # type: ignore[arg-type]
     while True:
         start = time.perf_counter()
         criterion(net(x), y).backward()

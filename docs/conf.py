@@ -26,7 +26,6 @@ extensions = [
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
-nb_execution_excludepatterns = ["[a-z]*.md"]  # only notebooks are executed, and those say so in their header
 nb_execution_show_tb = True
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

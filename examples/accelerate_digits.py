@@ -1,6 +1,7 @@
 """Accelerate: prepare SGDOL like any optimizer; each batch that is accumulated is one gradient.
 
-Saves in the middle, and resumes.
+Saves in the middle, and resumes. At the end the same without a learning rate: Microbatches makes the steps of
+SGDOLFree, AveragedWeights puts its average in.
 """
 
 import tempfile
@@ -11,8 +12,8 @@ from accelerate.utils import set_seed
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
-from sgdol import SGDOL
-from sgdol.trainers.accelerate import StepSizeMonitor
+from sgdol import SGDOL, SGDOLFree
+from sgdol.trainers.accelerate import AveragedWeights, Microbatches, StepSizeMonitor
 
 set_seed(0)
 digits = load_digits()
@@ -55,3 +56,22 @@ for row in monitor.history:  # sgdol.plot(monitor) draws it
 accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean()
 same = all(torch.equal(p, q) for p, q in zip(model.parameters(), finished, strict=True))
 print(f"test accuracy {accuracy:.3f}  resumed and uninterrupted runs are the same to the last bit: {same}")
+
+accelerator = Accelerator(cpu=True)
+net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+net, free, loader = accelerator.prepare(net, SGDOLFree(net.parameters()), loader)
+microbatches = Microbatches(accelerator, net, free)
+averaged = AveragedWeights(accelerator, net, free)  # accelerator.save_state saves the average, and what resumes exactly
+
+
+def loss_fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The mean loss of some samples: half a batch."""
+    return torch.nn.functional.cross_entropy(net(x), y)
+
+
+for _ in range(5):
+    for x, y in loader:
+        microbatches.step(loss_fn, x, y)
+with averaged:
+    accuracy = (net(images[test]).argmax(1) == labels[test]).float().mean()
+print(f"without a learning rate: test accuracy {accuracy:.3f}")

@@ -1,6 +1,7 @@
-"""Lightning: return SGDOL from configure_optimizers, and log what it learns with a callback.
+"""Lightning: return SGDOL or SGDOLFree from configure_optimizers, and add callbacks.
 
-accumulate_grad_batches=2 gives two independent gradients per update. Without it two consecutive batches make an update.
+SGDOL: accumulate_grad_batches=2 gives two independent gradients per update, and StepSizeMonitor logs what is learned.
+SGDOLFree has no learning rate: Microbatches splits each batch for it, and AveragedWeights leaves its average behind.
 """
 
 import tempfile
@@ -11,15 +12,16 @@ from lightning.pytorch.loggers import CSVLogger
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
-from sgdol import SGDOL
-from sgdol.trainers.lightning import StepSizeMonitor
+from sgdol import SGDOL, SGDOLFree
+from sgdol.trainers.lightning import AveragedWeights, Microbatches, StepSizeMonitor
 
 
 class Classifier(LightningModule):
     """A small network with BatchNorm; each batch passes through it once."""
 
-    def __init__(self) -> None:
+    def __init__(self, free: bool = False) -> None:
         super().__init__()
+        self.free = free
         self.net = torch.nn.Sequential(
             torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
         )
@@ -31,7 +33,14 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer as everywhere else."""
-        return SGDOL(self.parameters(), lr=0.5)
+        return SGDOLFree(self.parameters()) if self.free else SGDOL(self.parameters(), lr=0.5)
+
+
+def accuracy(model: Classifier) -> float:
+    """On the images that were not trained on."""
+    model.eval()
+    with torch.no_grad():
+        return (model.net(images[test]).argmax(1) == labels[test]).float().mean().item()
 
 
 seed_everything(0, verbose=False)
@@ -63,6 +72,9 @@ trainer.fit(model, loader)
 
 for row in monitor.history:  # the same is in the logger's metrics.csv; sgdol.plot(monitor) draws it
     print(f"step {row['step']:3.0f}  step size {row['step_size']:.4f}  {row['gradients']:.0f} gradients per update")
-model.eval()
-accuracy = (model.net(images[test]).argmax(1) == labels[test]).float().mean()
-print(f"test accuracy {accuracy:.3f}")
+print(f"test accuracy {accuracy(model):.3f}")
+
+free = Classifier(free=True)
+trainer = Trainer(max_epochs=5, logger=False, callbacks=[Microbatches(), AveragedWeights()], **options)  # type: ignore[arg-type]
+trainer.fit(free, loader)  # trainer.save_checkpoint(...) saves the average too, and fit(ckpt_path=...) resumes exactly
+print(f"without a learning rate: test accuracy {accuracy(free):.3f}")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sgdol import free
+from sgdol import free, probing
 from sgdol.reference_free import sgdol_free
 
 
@@ -28,21 +28,21 @@ def test_the_first_two_steps_by_hand():
 
 
 def test_probes_settle_where_the_gradient_changes_by_an_eighth():
-    start = free.Bracket(1.0)
-    assert free.next_probe(start, 1 / 8).told
-    assert free.next_probe(start, 1 / 8).curvature == 1 / 8
-    assert free.next_probe(start, 1 / 64).length == 8.0
-    assert free.next_probe(start, 4.0).length == 1 / 32
-    assert free.next_probe(start, 0.0).length == 64.0
-    assert free.next_probe(start, np.inf).length == free.next_probe(start, 1e9).length == 1 / 64
-    assert free.next_probe(start, np.nan).length == 1 / 64
+    start = probing.Bracket(1.0)
+    assert probing.next_probe(start, 1 / 8).told
+    assert probing.next_probe(start, 1 / 8).curvature == 1 / 8
+    assert probing.next_probe(start, 1 / 64).length == 8.0
+    assert probing.next_probe(start, 4.0).length == 1 / 32
+    assert probing.next_probe(start, 0.0).length == 64.0
+    assert probing.next_probe(start, np.inf).length == probing.next_probe(start, 1e9).length == 1 / 64
+    assert probing.next_probe(start, np.nan).length == 1 / 64
 
 
 def test_a_search_never_believes_a_probe_that_was_too_long():
     """A gradient that is flat up to 1 and a wall from there: no probe tells, and M is that of the longest short one."""
-    bracket = free.Bracket(1 / 8)
+    bracket = probing.Bracket(1 / 8)
     while not bracket.told and bracket.count < 8:
-        bracket = free.next_probe(bracket, 0.0 if bracket.length < 1 else 1e9)
+        bracket = probing.next_probe(bracket, 0.0 if bracket.length < 1 else 1e9)
     assert not bracket.told
     assert 0.9 < bracket.short < 1 <= bracket.long < 1.1
     assert bracket.curvature == 1 / 32 / bracket.short
@@ -124,3 +124,42 @@ def test_a_tensor_that_has_had_no_gradient_so_far_does_not_stop_the_others():
 
     run = sgdol_free(oracle, [1.0, -0.5, 0.0, 0.0], 100, tensors=[2, 2])
     assert oracle(0, run.averages[-1])[0] < 1e-6
+
+
+def test_a_gradient_counts_as_at_most_twice_the_usual_length():
+    state = free.State(updates=20, first_norm=1.0, usual_gradient=1.0, usual_weight=1.0)
+    assert free.clipping(state, 1.9) == 1
+    assert free.clipping(state, 8.0) == 1 / 4
+    assert free.clipping(state, 8.0, usual=2.0) == 1 / 2
+    assert free.clipping(state, 0.0) == 1
+    assert free.clipping(state._replace(updates=19), 8.0) == 1
+    assert free.clipping(state._replace(usual_gradient=0.0), 8.0) == 1  # a state that was saved without it
+
+
+def test_a_clipped_gradient_counts_once_in_the_signal_and_twice_in_its_length():
+    """||g|| = 8, two equal halves: u = n = 64, of which a quarter and a sixteenth count."""
+    state = free.State(updates=20, first_norm=1.0, usual_gradient=1.0, usual_weight=1.0)
+    seen = free.observe(state, 8.0, 8 / 2**0.5, 2, clipped=1 / 4)
+    assert seen.signal == pytest.approx(16)
+    assert seen.noise == pytest.approx(4 - 16)
+    assert seen.largest_gradient == 8
+    assert seen.usual_weight == 1.99
+    assert seen.usual_gradient**2 == pytest.approx((0.99 * 1 + 2**2) / 1.99)
+
+
+def test_young_runs_look_back_more_often():
+    state = free.State(step_size=1.0, largest_gradient=1.0)
+    for updates, interval in ((6, 1), (12, 2), (13, 3), (60, 10), (72, 12), (1000, 12)):
+        for since in range(interval + 1):
+            _, looks = free.wants_look_back(state._replace(updates=updates, since=since), 1.0)
+            assert looks == (since + 1 >= interval), (updates, since)
+
+
+def test_a_look_back_costs_less_than_a_seventh_more_gradients():
+    """The aim is 15 % in runs of 265 steps and more."""
+    rng = np.random.default_rng(0)
+
+    def oracle(t, x):
+        return float(x @ x / 2), x + 0.1 * rng.normal(size=(2, 2))
+
+    assert sgdol_free(oracle, [1.0, 2.0], 300).evaluations <= 1.15 * 300

@@ -101,11 +101,8 @@ def _version(package: str) -> str:
     return importlib.metadata.version(package)
 
 
-SGDOL_MOMENTUM = (("direction", 1), ("direction", 10), ("gradient", 1))
-"""Statistics and kappa of SGDOL with momentum: the default, and each changed alone."""
-
-OURS_FREE = "SGDOL without M"
-OURS = "SGDOL + momentum + averaging (direction, kappa 1)"
+OURS_FREE = "SGDOLFree"
+OURS = "SGDOL, metric rms + averaging"
 """Labels of the contenders that the verdicts and the figure are about: without a learning rate, and with it tuned."""
 
 _A = AVERAGING_POWER
@@ -146,15 +143,7 @@ METHODS: tuple[Method, ...] = (
     Method("mechanic-adamw", "mechanic:AdamW", {"lr": 1.0, "weight_decay": 0.0}, package="mechanic-pytorch"),
     Method("cocob", "parameterfree:COCOB", package="parameterfree"),
     Method("sgdol", options={"averaging": _A}, averaging="optimizer", **_OURS),
-    *(
-        Method(
-            f"sgdol-momentum-{statistics}-kappa{kappa}",
-            options={"momentum": 0.9, "statistics": statistics, "kappa": float(kappa), "averaging": _A},
-            averaging="optimizer",
-            **_OURS,
-        )
-        for statistics, kappa in SGDOL_MOMENTUM
-    ),
+    Method("sgdol-rms", options={"metric": "rms", "averaging": _A}, averaging="optimizer", **_OURS),
     Method("sgdol-free", "sgdol:SGDOLFree", package="sgdol", parts=2, averaging="optimizer", closure=True),
 )
 
@@ -218,12 +207,9 @@ def contenders() -> list[Contender]:
         Contender("Schedule-Free AdamW", get("schedulefree-adamw"), "last", True),
         Contender("SGDOL", get("sgdol"), "last", True),
         Contender("SGDOL + averaging", get("sgdol"), "average", True),
+        Contender("SGDOL, metric rms", get("sgdol-rms"), "last", True),
+        Contender(OURS, get("sgdol-rms"), "average", True),
     ]
-    for statistics, kappa in SGDOL_MOMENTUM:
-        method = get(f"sgdol-momentum-{statistics}-kappa{kappa}")
-        about = f"({statistics}, kappa {kappa})"
-        lines.append(Contender(f"SGDOL + momentum {about}", method, "last", True))
-        lines.append(Contender(f"SGDOL + momentum + averaging {about}", method, "average", True))
     lines += [
         Contender("Adam, lr 1e-3", get("adam"), "last"),
         Contender("Adam + averaging, lr 1e-3", get("adam"), "average"),

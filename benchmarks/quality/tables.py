@@ -238,25 +238,14 @@ def factor(value: float) -> str:
 
 def _effects() -> list[tuple[str, str, str]]:
     """What is added, and the two contenders that differ in it."""
-
-    def momentum(statistics: str, kappa: int, averaging: bool = True) -> str:
-        return f"SGDOL + momentum{' + averaging' if averaging else ''} ({statistics}, kappa {kappa})"
-
     return [
-        ("averaging, to SGD", "SGD + averaging", "SGD"),
         ("averaging, to SGD + momentum", "SGD + momentum + averaging", "SGD + momentum"),
         ("averaging, to SGDOL", "SGDOL + averaging", "SGDOL"),
-        ("averaging, to SGDOL + momentum, kappa 1", OURS, momentum("direction", 1, False)),
-        ("averaging, to SGDOL + momentum, kappa 10", momentum("direction", 10), momentum("direction", 10, False)),
-        ("momentum, to SGD + averaging", "SGD + momentum + averaging", "SGD + averaging"),
-        ("momentum, to SGDOL + averaging", OURS, "SGDOL + averaging"),
-        ("learned step size, to SGD", "SGDOL", "SGD"),
-        ("learned step size, to SGD + averaging", "SGDOL + averaging", "SGD + averaging"),
-        ("learned step size, to SGD + momentum + averaging", OURS, "SGD + momentum + averaging"),
-        ("the same, kappa 10", momentum("direction", 10), "SGD + momentum + averaging"),
-        ("the same, statistics of the gradient", momentum("gradient", 1), "SGD + momentum + averaging"),
-        ("statistics of the gradient instead of the direction", momentum("gradient", 1), OURS),
-        ("kappa 10 instead of 1", momentum("direction", 10), OURS),
+        ("averaging, to SGDOL, metric rms", OURS, "SGDOL, metric rms"),
+        ("learned step size, to SGD + momentum", "SGDOL", "SGD + momentum"),
+        ("learned step size, to SGD + momentum + averaging", "SGDOL + averaging", "SGD + momentum + averaging"),
+        ("the metric rms, to SGDOL + averaging", OURS, "SGDOL + averaging"),
+        ("no learning rate, to SGDOL, metric rms + averaging", OURS_FREE, OURS),
     ]
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sgdol.torch import SGDOL as SGDOL
     from sgdol.torch import SGDOLFree as SGDOLFree
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = (
     "averaging",
@@ -26,6 +26,7 @@ _MODULES = (
     "metrics",
     "paper",
     "private",
+    "probing",
     "reference",
     "reference_free",
     "summary",

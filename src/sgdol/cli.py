@@ -275,6 +275,17 @@ def report(out_folder: ResultsOption = Path("results")) -> None:
 
 
 @app.command(cls=_Command)
+def convexity(out_folder: ResultsOption = Path("results")) -> None:
+    """Measure what convexity is worth to the step sizes: minutes; report shows it as a section of its own."""
+    from sgdol.paper import convexity as experiments
+
+    with status(err, "convexity") as step:
+        experiments.run(out_folder, progress=step or (lambda text: None))
+    for name in ("convexity.csv", "convexity-curves.csv", "convexity.png"):
+        out.print(str(out_folder / name))
+
+
+@app.command(cls=_Command)
 def data(
     export: Annotated[
         tuple[str, Path] | None,

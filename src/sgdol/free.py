@@ -28,16 +28,14 @@ from typing import Any, NamedTuple
 from sgdol._numbers import clip, hypot, isfinite, maximum, minimum, negate, ratio, sqrt, where
 
 __all__ = [
-    "Bracket",
     "Settings",
     "State",
     "alarm",
     "begin",
     "choose_step",
+    "clipping",
     "confirms",
-    "first_probe",
     "look_back",
-    "next_probe",
     "observe",
     "roll_back",
     "track",
@@ -50,22 +48,6 @@ Number = Any
 
 class Settings(NamedTuple):
     """The constants of the algorithm. All are pure numbers; none is meant to be tuned per problem."""
-
-    # The first point
-    probes: int = 8
-    """How many points along the first gradient may be tried for a first M; two or three are usual."""
-    guess: float = 1 / 64
-    """The first probe, in units of ||x||..."""
-    guess_by_loss: float = 1 / 8
-    """...or, from x = 0, of |f|/||g||."""
-    shortest: float = 1 / 32
-    """A probe measures a curvature if it changes the gradient by at least this share: less drowns in rounding..."""
-    longest: float = 1 / 2
-    """...and by at most this one: more is not local."""
-    aim: float = 1 / 8
-    """The share that the next probe aims at."""
-    stretch: float = 64.0
-    """A probe is at most so many times longer or shorter than the one before."""
 
     # The guard on the loss
     settled: int = 10
@@ -90,8 +72,10 @@ class Settings(NamedTuple):
     """How long steps may be after a rollback or a rejection, in units of the longest before or of the rejected one."""
 
     # The look-back
-    interval: int = 10
-    """Look back at least this often, in steps."""
+    interval: int = 12
+    """Look back at least this often, in steps..."""
+    interval_part: int = 6
+    """...and once in so small a part of the run so far, a sixth: curvature changes fastest when a run is young."""
     warm: int = 5
     """The first so many steps are all looked back at."""
     jump: float = 3.0
@@ -108,6 +92,14 @@ class Settings(NamedTuple):
     """A curvature measured in step t counts as t to this power: old ones are outvoted, none is forgotten."""
     stiffness: float = 1e-3
     """M is at least this share of ||y||/||s||."""
+
+    # The clip
+    clip: float = 2.0
+    """A gradient counts as at most so many times as long as past ones are in the root mean square..."""
+    clip_from: int = 20
+    """...as soon as there are so many."""
+    usual_decay: float = 0.99
+    """How much of a square is left in that mean after one more step."""
 
     # The step
     kappa: float = 4.0
@@ -155,7 +147,7 @@ class State(NamedTuple):
     curvature: Number = 0.0
     """The weighted root mean square of r..."""
     stiffness: Number = 0.0
-    """...of ||y||/||s||, which is at least |r|..."""
+    """...of ||y||/||s||, which is at least that of r in size..."""
     curvature_weight: Number = 0.0
     """...and the sum of the weights."""
     since: Number = 0
@@ -166,6 +158,10 @@ class State(NamedTuple):
     """The longest step so far, or what is left of it after a rejection."""
     largest_gradient: Number = 0.0
     """A slowly falling maximum of ||g||."""
+    usual_gradient: Number = 0.0
+    """The root of a running mean of ||g||^2, clipped, each in the norm of its own step..."""
+    usual_weight: Number = 0.0
+    """...and the sum of its weights."""
     mean_loss: Number = 0.0
     """A running mean of the batch losses..."""
     loss_deviation: Number = 0.0
@@ -194,75 +190,6 @@ DEFAULTS = Settings()
 
 
 # The first point ------------------------------------------------------------------------------------------------------
-
-
-class Bracket(NamedTuple):
-    """How far the search for a first M has come."""
-
-    length: Number
-    """How long the next probe is."""
-    short: Number = 0.0
-    """The longest probe that was too short, 0 if none was."""
-    long: Number = float("inf")
-    """The shortest probe that was too long."""
-    curvature: Number = 0.0
-    """M in units of ||g_1||, as the probes so far tell it."""
-    told: Number = False
-    """Whether a probe has changed the gradient by a share that measures."""
-    count: Number = 0
-    """How many probes there were."""
-
-
-def first_probe(norm: Number, size: Number, loss: Number, settings: Settings = DEFAULTS) -> Bracket:
-    """A first guess of a length along the first gradient, from the only lengths there are.
-
-    Args:
-        norm: ||g_1||.
-        size: ||x_1||.
-        loss: f at x_1; with x_1 = 0 and f = 0 there is no length at all.
-        settings: the constants.
-    """
-    by_loss = settings.guess_by_loss * (abs(loss) / norm)
-    length = where(size > 0, settings.guess * size, where(by_loss > 0, by_loss, 1.0))
-    return Bracket(length)
-
-
-def next_probe(bracket: Bracket, change: Number, settings: Settings = DEFAULTS) -> Bracket:
-    """Learn from a probe. The search ends when it has told, or after ``settings.probes``.
-
-    Once a too short and a too long probe are known, the next is their geometric mean: a function that bends would send
-    an extrapolation to and fro. If no probe measures, M is at most what the longest of the too short ones allows;
-    what a too long one gives is used only if all were too long, and then it is the shortest's.
-
-    Args:
-        bracket: the search so far.
-        change: ||y||/||g||, by how much the probe changed the gradient; not finite if the point was too far out.
-        settings: the constants.
-
-    >>> next_probe(Bracket(1.0), 1 / 64).length, next_probe(Bracket(1.0), 4.0).length
-    (8.0, 0.03125)
-    >>> next_probe(next_probe(Bracket(1.0), 1 / 64), 4.0).length  # between 1 and 8
-    2.8284271247461903
-    """
-    b, length = bracket, bracket.length
-    finite = isfinite(change)
-    too_short = change < settings.shortest
-    too_long = negate(change <= settings.longest)
-    short = where(too_short, maximum(b.short, length), b.short)
-    long = where(too_long, minimum(b.long, length), b.long)
-    known = where(finite, change, 1.0)
-    factor = clip(ratio(settings.aim, known, settings.stretch), 1 / settings.stretch, settings.stretch)
-    extrapolated = length * where(finite, factor, 1 / settings.stretch)
-    between = short * sqrt(ratio(long, short, 1.0))
-    outside = too_short | too_long
-    return Bracket(
-        length=where((short > 0) & isfinite(long), between, extrapolated),
-        short=short,
-        long=long,
-        curvature=where(outside & (short > 0), ratio(settings.shortest, short, 0.0), known / length),
-        told=negate(outside),
-        count=b.count + 1,
-    )
 
 
 def begin(state: State, smoothness: Number, norm: Number) -> State:
@@ -351,7 +278,8 @@ def wants_look_back(state: State, norm: Number, settings: Settings = DEFAULTS) -
     """
     since = state.since + 1
     usual = norm <= settings.jump * state.largest_gradient  # not where it is not a number
-    due = (since >= settings.interval) | (state.updates <= settings.warm) | state.capped | negate(usual)
+    interval = clip(state.updates / settings.interval_part, 1.0, float(settings.interval))
+    due = (since >= interval) | (state.updates <= settings.warm) | state.capped | negate(usual)
     return state._replace(since=since), (state.step_size > 0) & due
 
 
@@ -426,7 +354,29 @@ def choose_step(
     )
 
 
-def observe(state: State, norm: Number, squares: Number, k: int, settings: Settings = DEFAULTS) -> State:
+def clipping(state: State, norm: Number, usual: Number | None = None, settings: Settings = DEFAULTS) -> Number:
+    """What the gradient is multiplied by before the step is made and anything is learned from it: 1 as a rule.
+
+    A single batch, ten times as long as the others, would otherwise turn the momentum and make a step of its own.
+
+    Args:
+        state: what has been learned.
+        norm: ||g||.
+        usual: the root mean square of past ||g|| in the norm of this step; None for :attr:`State.usual_gradient`,
+            which is that if the norm is always the same.
+        settings: the constants.
+
+    >>> clipping(State(updates=100), norm=8.0, usual=1.0), clipping(State(updates=100), norm=1.9, usual=1.0)
+    (0.25, 1.0)
+    """
+    usual = state.usual_gradient if usual is None else usual
+    share = minimum(ratio(settings.clip * usual, norm, 1.0), 1.0)
+    return where((state.updates >= settings.clip_from) & (usual > 0), share, 1.0)
+
+
+def observe(
+    state: State, norm: Number, squares: Number, k: int, clipped: Number = 1.0, settings: Settings = DEFAULTS
+) -> State:
     r"""Learn the signal and the noise of the gradients that the step was made with.
 
     Args:
@@ -434,17 +384,24 @@ def observe(state: State, norm: Number, squares: Number, k: int, settings: Setti
         norm: ||g||, g the sum of the contributions c_1, ..., c_k.
         squares: the root of ||c_1||^2 + ... + ||c_k||^2.
         k: how many contributions there are, at least 2: :math:`u = \frac{k}{k-1} (\|g\|^2 - \sum \|c_i\|^2)`.
+        clipped: what :func:`clipping` has multiplied g by: the direction is shorter by it and the gradient that it
+            meets is not, so n is clipped twice and u once.
         settings: the constants.
     """
     n, q = ratio(norm, state.first_norm, 0.0), ratio(squares, state.first_norm, 0.0)
     u = (n - q) * (n + q) * (k / (k - 1))
     noise = n * n - u
+    signal = clipped * u
+    weight = settings.usual_decay * state.usual_weight + 1
+    old, new = sqrt(settings.usual_decay * state.usual_weight / weight), sqrt(1 / weight)
     return state._replace(
         updates=state.updates + 1,
-        signal=state.signal + u,
-        noise=state.noise + noise,
-        signal_root=hypot(state.signal_root, u),
+        signal=state.signal + signal,
+        noise=state.noise + ((clipped * n) * (clipped * n) - signal),
+        signal_root=hypot(state.signal_root, signal),
         recent_signal=state.recent_signal + settings.recent * (u - state.recent_signal),
         recent_noise=state.recent_noise + settings.recent * (noise - state.recent_noise),
         largest_gradient=maximum(settings.largest_decay * state.largest_gradient, norm),
+        usual_gradient=hypot(old * state.usual_gradient, new * (clipped * norm)),
+        usual_weight=weight,
     )

@@ -34,6 +34,8 @@ class Run(NamedTuple):
     rejections: int
     rollbacks: int
     skipped: int
+    clipped: int
+    """How many gradients were shortened."""
 
 
 def sgdol_free(
@@ -80,7 +82,7 @@ def sgdol_free(
     since = 0
     eta = M = Q = Y = W = alpha = smax = G = mu = F0 = sd = late = later = 0.0
     capped = False
-    evaluations = rejections = rollbacks = skipped = 0
+    evaluations = rejections = rollbacks = skipped = clipped = 0
     iterates, averages, step_sizes, smoothness = [x.copy()], [], [], []
 
     for batch in range(horizon):
@@ -141,7 +143,7 @@ def sgdol_free(
         g = _mean(parts)
         since += 1
         unusual = not finite or _norm(g, 1 / D) > 3 * G
-        if eta > 0 and (since >= 10 or t <= 5 or capped or unusual):
+        if eta > 0 and (since >= min(12, max(1, t / 6)) or t <= 5 or capped or unusual):
             fp, there = oracle(batch, before)
             evaluations += 1
             if isfinite(fp) and np.isfinite(there).all():
@@ -176,6 +178,11 @@ def sgdol_free(
                 if t < 10:
                     F0 = max(F0, mu)
             g = _mean(parts)
+            u, n = _signal(parts, 1 / D), _norm(g, 1 / D) ** 2
+            usual = np.sum(v / D) / w if t else 0.0  # the mean of n, had this metric always been there
+            kappa = min(1.0, 2 * sqrt(usual / n)) if t >= 20 and usual > 0 and n > 0 else 1.0
+            clipped += kappa < 1
+            g = kappa * g
             m = beta * m + (1 - beta) * g
             weight = beta * weight + (1 - beta)
             length = _norm(m / weight, 1 / D)
@@ -193,10 +200,9 @@ def sgdol_free(
             average = average + min(1.0, (a + 1) / (t + 1 + a)) * (x - average)
             before = x
             x = x - eta * (m / weight / D + weight_decay * x)
-            u, n = _signal(parts, 1 / D), _norm(g, 1 / D) ** 2
-            S += u
-            N += n - u
-            V += u**2
+            S += kappa * u
+            N += kappa**2 * n - kappa * u
+            V += (kappa * u) ** 2
             G = max(sqrt(n), 0.95 * G)
             v, w = 0.99 * v + g**2, 0.99 * w + 1
             t += 1
@@ -216,6 +222,7 @@ def sgdol_free(
         rejections,
         rollbacks,
         skipped,
+        clipped,
     )
 
 

@@ -44,8 +44,8 @@ ESTIMATORS: tuple[str, ...] = get_args(Estimator)
 
 MomentumStatistics = Literal["direction", "gradient"]
 MOMENTUM_STATISTICS: tuple[str, ...] = get_args(MomentumStatistics)
-"""With momentum, whose (u, n) the learner sees: the momentum direction's, or those of the gradients alone, which do not
-hide noise that the momentum has averaged away but that stays correlated over steps."""
+"""With momentum the learner sees u and n of the momentum direction, or those of the gradients alone, which do not hide
+noise that the momentum has averaged away but that stays correlated over steps."""
 
 
 class Statistics(NamedTuple):

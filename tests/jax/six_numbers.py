@@ -7,10 +7,33 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from sgdol.learners import FTRL
+from sgdol.reference import replay
+
 BLOCKS = {"global": None, "group": [0, 0, 1, 1, 1, 0], "tensor": [0, 0, 1, 1, 1, 2], "coordinate": range(6)}
 """The block of each of the six numbers, as the reference numbers them."""
 
 LABELS = {"a": "ends", "b": "middle", "c": "ends"}
+
+ALGORITHM = {"learner": FTRL(), "momentum": None}
+"""Algorithm 1 with FTRL instead of the defaults, which are past the paper."""
+
+DEFAULTS = {
+    "smoothness": 4.0,
+    "alpha": None,
+    "kappa": 10.0,
+    "estimator": "symmetric",
+    "momentum": 0.9,
+    "bias_correction": False,
+    "learner": "measured",
+}
+"""The defaults for a learning rate of 1/4, in the words of the reference."""
+
+
+def reference(recorded, **options):
+    """What the defaults do, from zero; or what they do with other options."""
+    recorded = np.asarray(recorded)
+    return replay(recorded, np.zeros(recorded.shape[-1]), **{**DEFAULTS, **options})
 
 
 def granular(granularity):
@@ -37,6 +60,12 @@ def gradients(steps, k, seed=0):
     scale = np.exp(rng.normal(size=(steps, 1, 1)))
     signal = np.where(np.arange(steps) < steps // 2, 1.0, -1.0)[:, None, None] * rng.normal(size=(steps, 1, 6))
     return scale * (signal * 0.5 + rng.normal(size=(steps, k, 6)))
+
+
+def overshooting(steps, k):
+    """Each gradient points back, as after steps that are too long: what a learner with hindsight answers to."""
+    back = 3 * (-1.0) ** np.arange(steps)[:, None, None] * np.random.default_rng(5).normal(size=6)
+    return gradients(steps, k) + back
 
 
 def run(optimizer, stacks, x=None):

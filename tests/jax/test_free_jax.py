@@ -29,9 +29,14 @@ def quadratic(x, t, shift):
 
 
 def cliff(x, t, shift):
-    """From the 28th batch on there is a wall: the guard has to act."""
+    """From the 30th batch on there is a wall: the guard has to act."""
     value = quadratic(x, t, shift)
-    return jnp.where(t < 28, value, 40 * value + jnp.sum(jnp.exp(jnp.minimum(60 * jnp.abs(x), 600.0))))
+    return jnp.where(t < 30, value, 40 * value + jnp.sum(jnp.exp(jnp.minimum(10 * jnp.abs(x), 600.0))))
+
+
+def burst(x, t, shift):
+    """Two batches have three hundred times the noise: their gradients are clipped."""
+    return quadratic(x, t, jnp.where((t == 22) | (t == 31), 300.0, 1.0) * shift)
 
 
 def ledge(x, t, shift):
@@ -49,7 +54,8 @@ def hole(x, t, shift):
 
 PROBLEMS = {
     "quadratic": (quadratic, STEPS),
-    "cliff": (cliff, 31),  # behind the wall, roundings grow
+    "burst": (burst, STEPS),
+    "cliff": (cliff, 34),  # behind the wall, roundings grow
     "ledge": (ledge, 12),
     "hole": (hole, STEPS),
 }
@@ -115,7 +121,7 @@ EUCLID = {"metric": "euclidean"}
     ("problem", "options"),
     [
         *((name, {}) for name in PROBLEMS),
-        *((name, EUCLID) for name in ("cliff", "ledge")),
+        *((name, EUCLID) for name in ("burst", "cliff", "ledge")),
         ("quadratic", OTHERS),
         ("quadratic", {**OTHERS, **EUCLID}),
     ],
@@ -130,7 +136,12 @@ def test_agrees_with_the_reference(problem, options):
     for name in ("rejections", "rollbacks", "skipped"):
         assert getattr(rule, name)[-1] == getattr(expected, name), name
     assert rule.evaluations[-1] == expected.evaluations - 1  # a function needs no check that it is one
-    reached = {"cliff": expected.rollbacks, "ledge": expected.rejections, "hole": expected.skipped}
+    reached = {
+        "burst": expected.clipped,
+        "cliff": expected.rollbacks,
+        "ledge": expected.rejections,
+        "hole": expected.skipped,
+    }
     assert reached.get(problem, True)
 
 
@@ -143,9 +154,9 @@ def test_powers_of_two_change_nothing_but_the_scale(problem):
     np.testing.assert_array_equal(other[2].step_size, one[2].step_size * scale_x**2 / scale_f)
 
 
-@pytest.mark.parametrize("exponent", [-110, 110])
+@pytest.mark.parametrize("exponent", [-100, 110])
 def test_gradients_whose_squares_leave_the_range_give_the_same_run(exponent):
-    """In float32, gradients of 10^33 and 10^-33."""
+    """In float32, gradients of 10^33 and 10^-30; below, the smallest parts of the test's own sums are lost."""
     scale = 2.0**exponent
     one, other = run("quadratic", dtype=np.float32), run("quadratic", scale, dtype=np.float32)
     np.testing.assert_array_equal(other[0], one[0])
@@ -185,8 +196,8 @@ def test_pytrees_of_narrow_parameters_learn(dtype):
     with jax.enable_x64(False):
         average, losses, state = jax.jit(lambda: train(0, dtype))()
     assert losses[-1] < 0.1 * losses[0]
-    # Measured: 0.04 from the solution in both types; it started 2 away.
-    np.testing.assert_allclose(np.asarray(average["w"], np.float32)[:, 0], [1.0, -2.0, 0.5], atol=0.1)
+    # Measured: 0.1 from the solution in both types; it started 2 away.
+    np.testing.assert_allclose(np.asarray(average["w"], np.float32)[:, 0], [1.0, -2.0, 0.5], atol=0.2)
     assert average["w"].dtype == dtype
     assert state.rule.signal.dtype == jnp.float32
     assert state.trace["w"].dtype == jnp.float32

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from six_numbers import BLOCKS, gradients, granular, replicate, run, tree
+from six_numbers import ALGORITHM, BLOCKS, gradients, granular, overshooting, reference, replicate, run, tree
 
 from sgdol.jax import diagnostics, scale_by_sgdol, sgdol
-from sgdol.learners import MeasuredCurvature
+from sgdol.learners import FTRL, MeasuredCurvature
 from sgdol.metrics import RMS, AdaGrad
-from sgdol.reference import replay
 
 
 @pytest.fixture(autouse=True)
@@ -22,35 +21,98 @@ def double_precision():
 
 
 def expected(recorded, granularity="global", **options):
-    defaults = {"smoothness": 3.0, "alpha": None, "estimator": "symmetric", "tensors": BLOCKS["tensor"]}
-    return replay(recorded, np.zeros(6), blocks=BLOCKS[granularity], **{**defaults, **options})
+    """The reference for a learning rate of 1/3, which knows what a tensor is."""
+    return reference(recorded, smoothness=3.0, tensors=BLOCKS["tensor"], blocks=BLOCKS[granularity], **options)
 
 
-# Every pair of values of two options occurs in one of these.
+# Every pair of values of two options that may be together occurs in one of these. Without momentum there is no choice
+# of statistics nor of the correction, and the correction for epochs belongs to the symmetric estimator.
+NAMES = ("metric", "granularity", "k", "estimator", "momentum", "statistics", "learner")
+NAMES += ("bias_correction", "epoch", "kappa")
 CASES = [
-    ("rms", "global", 2, "symmetric", 0.0, "direction", "ftrl"),
-    ("rms", "group", 3, "symmetric", 0.9, "gradient", "measured"),
-    ("rms", "tensor", 2, "paper", 0.9, "direction", "measured"),
-    ("rms", "coordinate", 3, "symmetric", 0.9, "direction", "ftrl"),
-    ("adagrad", "global", 3, "paper", 0.9, "gradient", "ftrl"),
-    ("adagrad", "group", 2, "paper", 0.0, "direction", "ftrl"),
-    ("adagrad", "tensor", 3, "symmetric", 0.0, "direction", "ftrl"),
-    ("adagrad", "coordinate", 2, "paper", 0.9, "gradient", "measured"),
-    ("euclidean", "global", 2, "symmetric", 0.9, "direction", "measured"),
-    ("euclidean", "group", 3, "paper", 0.9, "direction", "measured"),
-    ("euclidean", "tensor", 2, "symmetric", 0.9, "gradient", "measured"),
-    ("euclidean", "coordinate", 3, "symmetric", 0.0, "direction", "measured"),
+    ("euclidean", "global", 3, "paper", 0.0, "direction", "ftrl", True, None, 0.5),
+    ("rms", "tensor", 2, "symmetric", 0.9, "gradient", "measured", False, 7, 0.5),
+    ("adagrad", "group", 2, "paper", 0.9, "direction", "measured", False, None, 10.0),
+    ("adagrad", "global", 3, "symmetric", 0.9, "gradient", "measured", True, 7, 10.0),
+    ("rms", "coordinate", 2, "symmetric", 0.9, "direction", "ftrl", False, 7, 10.0),
+    ("euclidean", "tensor", 3, "symmetric", 0.9, "gradient", "ftrl", False, None, 10.0),
+    ("rms", "group", 3, "paper", 0.0, "direction", "ftrl", True, None, 10.0),
+    ("euclidean", "coordinate", 2, "symmetric", 0.0, "direction", "measured", True, None, 10.0),
+    ("adagrad", "tensor", 3, "symmetric", 0.0, "direction", "ftrl", True, 7, 10.0),
+    ("adagrad", "coordinate", 3, "paper", 0.9, "gradient", "measured", True, None, 0.5),
+    ("euclidean", "group", 2, "symmetric", 0.9, "gradient", "ftrl", True, 7, 0.5),
+    ("rms", "global", 2, "paper", 0.9, "gradient", "ftrl", False, None, 0.5),
+    ("adagrad", "tensor", 3, "paper", 0.9, "direction", "measured", False, None, 10.0),
+    # and what people use: epochs with the default learner
+    ("euclidean", "global", 2, "symmetric", 0.9, "direction", "measured", False, 7, 0.5),
+    ("euclidean", "global", 2, "symmetric", 0.9, "direction", "measured", True, 7, 0.5),
 ]
+LEARNERS = {"ftrl": FTRL(), "measured": MeasuredCurvature()}
 
 
-@pytest.mark.parametrize(("metric", "granularity", "k", "estimator", "momentum", "statistics", "learner"), CASES)
-def test_equals_the_reference(metric, granularity, k, estimator, momentum, statistics, learner):
-    recorded = gradients(40, k)
-    options = {"metric": metric, "estimator": estimator, "momentum": momentum, "statistics": statistics}
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_equals_the_reference(case):
+    options = dict(zip(NAMES, case, strict=True))
+    granularity, k, learner = (options.pop(name) for name in ("granularity", "k", "learner"))
+    recorded = overshooting(40, k)
     truth = expected(recorded, granularity, learner=learner, **options)
-    learned = MeasuredCurvature() if learner == "measured" else None
-    iterates, _ = run(sgdol(smoothness=3.0, learner=learned, **options, **granular(granularity)), recorded)
+    optimizer = sgdol(smoothness=3.0, learner=LEARNERS[learner], **options, **granular(granularity))
+    iterates, _ = run(optimizer, recorded)
     np.testing.assert_allclose(iterates, truth.iterates, rtol=0, atol=1e-12)
+    assert np.ptp(3 * truth.step_sizes) > 0.05  # it learned something
+
+
+def test_the_defaults_are_momentum_without_correction_measured_curvature_and_ten_squared_gradients():
+    recorded = overshooting(80, 2)
+    truth = reference(recorded)
+    iterates, _ = run(sgdol(0.25), recorded)
+    np.testing.assert_allclose(iterates, truth.iterates, rtol=0, atol=1e-12)
+    assert np.ptp(4 * truth.step_sizes) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("learner", "suggested"),
+    [
+        (MeasuredCurvature(), {"kappa": 10.0, "bias_correction": False}),
+        (FTRL(), {"kappa": 1.0, "bias_correction": True}),
+    ],
+    ids=["measured", "ftrl"],
+)
+def test_the_learner_suggests_alpha_and_the_correction(learner, suggested):
+    recorded = overshooting(20, 2)
+    by_default, _ = run(sgdol(0.25, learner=learner), recorded)
+    given, _ = run(sgdol(0.25, learner=learner, **suggested), recorded)
+    np.testing.assert_array_equal(by_default, given)
+
+
+@pytest.mark.parametrize("learner", ["ftrl", "measured"])
+def test_alpha_is_a_squared_gradient_also_with_momentum(learner):
+    """Not a squared direction, which without bias correction is 1/100 of that at first."""
+    recorded = gradients(3, 2)
+    optimizer = scale_by_sgdol(learner=LEARNERS[learner], bias_correction=False, kappa=3.0)
+    _, state = optimizer.update(tree(recorded[0]), optimizer.init(tree(np.zeros(6))))
+    mean = recorded[0].mean(0)
+    assert float(state.alpha) == pytest.approx(3.0 * mean @ mean, rel=1e-14)
+
+
+def test_an_epoch_may_be_a_traced_number():
+    """As optax.inject_hyperparams makes one of every number."""
+    recorded = overshooting(20, 2)
+    iterates, state = run(optax.inject_hyperparams(sgdol)(0.25, epoch=5, kappa=0.5), recorded)
+    assert set(state.hyperparams) == {"learning_rate", "momentum", "epoch", "kappa"}
+    np.testing.assert_allclose(iterates, reference(recorded, epoch=5, kappa=0.5).iterates, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_epoch_changes_no_type(dtype):
+    params = jax.tree.map(lambda p: p.astype(dtype), tree(np.zeros(6)))
+    stack = jax.tree.map(lambda p: jnp.ones((2, *p.shape), dtype), params)
+    for epoch in (5, np.int64(5), jnp.array(5), jnp.array(5.0)):
+        optimizer = sgdol(0.25, epoch=epoch)
+        state = optimizer.init(params)
+        updates, after = optimizer.update(stack, state, params)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(updates)} == {dtype}
+        assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, state)
 
 
 def test_a_metric_of_ones_own_constants_is_an_object():
@@ -131,19 +193,20 @@ def test_the_last_direction_is_kept_only_where_nothing_else_tells_it():
     params = tree(np.zeros(6))
     hindsight = {"learner": MeasuredCurvature()}
     assert scale_by_sgdol().init(params).direction == ()
+    assert scale_by_sgdol(**ALGORITHM).init(params).direction == ()
     assert scale_by_sgdol(momentum=0.9, **hindsight).init(params).direction == ()
-    assert scale_by_sgdol(**hindsight).init(params).direction != ()
+    assert scale_by_sgdol(momentum=None, **hindsight).init(params).direction != ()
     assert scale_by_sgdol(momentum=0.9, metric="rms", **hindsight).init(params).direction != ()
-    assert scale_by_sgdol(momentum=0.9, metric="rms").init(params).direction == ()
+    assert scale_by_sgdol(momentum=0.9, metric="rms", learner=FTRL()).init(params).direction == ()
 
 
 def test_a_state_without_the_metric_or_the_direction_is_refused():
     params = tree(np.zeros(6))
-    plain = sgdol(0.1)
+    plain = sgdol(0.1, **ALGORITHM)
     with pytest.raises(ValueError, match="state was made without a metric and this optimizer is with"):
-        sgdol(0.1, metric="rms").update(params, plain.init(params), params)
+        sgdol(0.1, metric="rms", **ALGORITHM).update(params, plain.init(params), params)
     with pytest.raises(ValueError, match="state was made without a learner that uses hindsight"):
-        sgdol(0.1, learner=MeasuredCurvature()).update(params, plain.init(params), params)
+        sgdol(0.1, momentum=None).update(params, plain.init(params), params)
 
 
 def test_an_update_that_is_skipped_leaves_the_metric_and_the_direction_as_they_were():
@@ -163,7 +226,7 @@ def test_an_update_that_is_skipped_leaves_the_metric_and_the_direction_as_they_w
 def test_devices_stay_the_independent_gradients(granularity):
     """As vmap with an axis name, which is how to try it on one device."""
     recorded = gradients(5, 4)
-    options = {"metric": AdaGrad(), "learner": MeasuredCurvature(), **granular(granularity)}
+    options = {"metric": AdaGrad(), "learner": MeasuredCurvature(), "epoch": 3, **granular(granularity)}
     last, states = replicate(sgdol(0.25, axis_name="replicas", **options), recorded)
     for leaf in jax.tree.leaves(states):
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))

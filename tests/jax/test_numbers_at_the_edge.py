@@ -208,6 +208,6 @@ def test_an_unknown_argument_is_answered_in_a_sentence(name, hint):
 def test_inject_hyperparams_sees_the_signature():
     optimizer = optax.inject_hyperparams(sgdol)(0.1, momentum=0.9, metric="rms")
     state = optimizer.init(jnp.ones(2))
-    assert set(state.hyperparams) == {"learning_rate", "kappa", "momentum"}
+    assert set(state.hyperparams) == {"learning_rate", "momentum"}
     _, state = run(optimizer, gradients(3, 2))
     assert diagnostics(state)["updates"] == 3

@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +20,16 @@ PATIENCE = 120
 """Seconds after which an answer will not come any more; a busy machine needs some."""
 
 
+# Chromium reads its orders from 3 and answers on 4. They may be taken here, so they are set in the new process.
+LAUNCH = """
+import fcntl, os, sys
+orders, answers = (fcntl.fcntl(int(each), fcntl.F_DUPFD, 20) for each in sys.argv[1:3])
+os.dup2(orders, 3)
+os.dup2(answers, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
 class Browser:
     """One window. Use it as a context."""
 
@@ -26,21 +37,14 @@ class Browser:
         self.profile = tempfile.TemporaryDirectory(prefix="sgdol-browser-", ignore_cleanup_errors=True)
         to_read, self.to = os.pipe()
         self.answers, to_write = os.pipe()
-
-        def pipes():  # Chromium reads its orders from 3 and answers on 4
-            os.dup2(to_read, 30)
-            os.dup2(to_write, 31)
-            os.dup2(30, 3)
-            os.dup2(31, 4)
-
         self.process = subprocess.Popen(
             [
+                sys.executable, "-c", LAUNCH, str(to_read), str(to_write),
                 CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
                 "--no-first-run", "--hide-scrollbars", "--remote-debugging-pipe",
                 f"--user-data-dir={self.profile.name}", "about:blank",
             ],
-            pass_fds=(3, 4),
-            preexec_fn=pipes,
+            pass_fds=(to_read, to_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )  # fmt: skip

@@ -62,6 +62,9 @@ def cached(shared):
     }
 
 
+NOISY = ("SGDOL Global", "SGDOL Coordinate", "SGD", "Adam")
+
+
 def write_small_data(path: Path) -> None:
     """A LIBSVM file of 40 samples."""
     rng = np.random.default_rng(0)
@@ -74,13 +77,15 @@ def write_small_data(path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def reproduction(shared, cached):
-    """A small run of everything, by the command line; a test that changes it copies it first.
+    """A small run, by the command line: all methods without noise, some with it. To change it, copy it first.
 
     It is the dearest thing here, so the first process that needs it makes it for all of them.
     """
     data, folder, said = shared / "small", shared / "results", shared / "stdout"
     arguments = {"horizon": 60, "repeats": 2, "data": str(data)}
     words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+    words += [word for method in NOISY for word in ("--method", method)]
+    arguments["only"] = NOISY
     with open(shared / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not said.exists():

@@ -77,19 +77,19 @@ def test_the_best_of_the_rates_is_kept():
     assert found.last.shape == (2, convexity.POINTS)
 
 
-def test_a_run_writes_its_table_its_curves_and_its_figure_and_makes_a_section(tmp_path):
+def test_a_run_writes_its_table_its_curves_and_its_figure_and_makes_a_table(tmp_path):
     told = []
     rows = convexity.run(
-        tmp_path, horizon=30, repeats=2, people=60, hard_horizons=(30, 60), methods=("SGDOL",),
+        tmp_path, horizon=30, repeats=2, people=60, hard_horizons=(30, 60), methods=("DoG",),
         only="additive, condition 1", progress=told.append,
     )  # fmt: skip
     assert told == [f"least squares, additive, condition {c}" for c in (1, 10, 100)] + ["the hard instance"]
     with (tmp_path / "convexity.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(rows) == 2 * (3 * 1 + 2)
     assert all((tmp_path / name).stat().st_size for name in ("convexity-curves.csv", "convexity.png", "convexity.svg"))
-    section = convexity.section(tmp_path)
-    assert section.figure.exists()
-    assert {len(row) for row in section.table} == {len(section.header)}
+    table = convexity.table(tmp_path)
+    assert len(table) == 3 * 1 + 2
+    assert {len(row) for row in table} == {len(convexity.HEADER)}
     assert all(np.isfinite(row["gap"]) and np.isfinite(row["slope"]) for row in rows)
 
 

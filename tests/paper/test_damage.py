@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 import subprocess
 import sys
@@ -118,8 +117,8 @@ def test_a_damaged_file_of_text_is_one_sentence(folder, name, old, new):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_forty_damages_leave_no_other_number(folder):
-    _, wrong = damage_and_read(folder, 40, seed=1)
+def test_twenty_damages_leave_no_other_number(folder):
+    _, wrong = damage_and_read(folder, 20, seed=1)
     assert wrong == []
 
 
@@ -134,18 +133,12 @@ def test_a_full_disk_is_one_sentence_and_leaves_what_was_there(written_folder, t
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     # A file that may not grow stands for a disk that is full: the system refuses to write on.
     program = (
-        "import sys; from sgdol.paper.results import Results; results = Results(sys.argv[1])\n"
-        f"dataset = results.curves(*{CURVES!r})\n"
+        "import resource, sys; from sgdol.paper.results import Results; results = Results(sys.argv[1])\n"
+        f"dataset = results.curves(*{CURVES!r}); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "try: results.write(results.curves_path('rosenbrock', 'sigma=5', 'Adam'), dataset, 'key')\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=False, preexec_fn=limit
-    )
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ResultsError cannot write")
     assert "adam.nc: File too large; what was written before is whole" in done.stdout

@@ -84,6 +84,7 @@ def test_it_has_rates_summary_readings_versions_and_the_command(page):
     text, _ = page
     for words in ("AdaGrad Coordinate", "0.002", "Baydin", "sgdol reproduce", "jax", "1 of 40", "numpy"):
         assert words in text
+    assert "<dt>seed</dt><dd>0</dd>" in text
 
 
 def test_times_are_summed(page):

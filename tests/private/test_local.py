@@ -4,6 +4,9 @@ import math
 
 import numpy as np
 import pytest
+
+pytest.importorskip("opacus", reason="Opacus is not installed: pip install 'sgdol[private]'")
+
 import torch
 from opacus.accountants import RDPAccountant
 

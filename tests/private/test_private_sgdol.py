@@ -4,6 +4,9 @@ import io
 import math
 
 import pytest
+
+pytest.importorskip("opacus", reason="Opacus is not installed: pip install 'sgdol[private]'")
+
 import torch
 from opacus import PrivacyEngine
 from opacus.optimizers import DPOptimizer
@@ -11,7 +14,7 @@ from opacus.schedulers import ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch.nn.functional import cross_entropy, one_hot
 
-from sgdol.learners import OnlineGradientDescent
+from sgdol.learners import MeasuredCurvature, OnlineGradientDescent
 from sgdol.private import SOURCES, PrivateSGDOL
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -361,6 +364,8 @@ def test_what_cannot_be_wrapped_is_refused_in_a_sentence():
         PrivateSGDOL(optimizer, kappa=0.0)
     with pytest.raises(ValueError, match="learner must have"):
         PrivateSGDOL(optimizer, learner="ftrl")
+    with pytest.raises(ValueError, match="MeasuredCurvature needs hindsight"):
+        PrivateSGDOL(optimizer, learner=MeasuredCurvature())
     unknown = DPOptimizer(
         torch.optim.SGD(optimizer.params, lr=1.0),
         noise_multiplier=SIGMA,
@@ -409,3 +414,54 @@ def test_the_variance_of_the_signal_is_the_one_of_the_table(source, momentum, ex
         before = now
     unit = width * (SIGMA * CLIP / BATCH) ** 4
     assert float(torch.tensor(signals[-600:]).var()) / unit == pytest.approx(expected, rel=0.3)
+
+
+def by_samples(source, batches):
+    """The weights after steps whose per-sample gradients are given; without noise the release is their sum."""
+    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = PrivateSGDOL(
+        DPOptimizer(
+            torch.optim.SGD([p], lr=0.5),
+            noise_multiplier=0.0,
+            max_grad_norm=10.0,
+            expected_batch_size=2,
+            generator=torch.Generator().manual_seed(0),
+        ),
+        source=source,
+    )
+    for batch in batches:
+        p.grad_sample = torch.tensor(batch, dtype=torch.float64)
+        optimizer.step()
+        optimizer.zero_grad()
+    return p.detach()
+
+
+@pytest.mark.parametrize("source", ["variance", "past", "pairs"])
+def test_the_data_enter_through_the_releases_alone(source):
+    """Batches with the same clipped sum but other samples, and other numbers of them, give the same updates."""
+    one = by_samples(source, [[[4.0, 0.0], [0.0, 2.0]], [[1.0, 1.0], [1.0, 3.0]]] * 3)
+    other = by_samples(source, [[[1.0, 1.0], [3.0, 1.0]], [[2.0, 4.0]]] * 3)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@every_source
+def test_a_release_that_is_not_finite_is_skipped_and_forgotten(source):
+    good, bad = [[1.0, 2.0], [0.5, 0.5]], [[float("nan"), 1.0], [1.0, 1.0]]
+    trained = by_samples(source, [good, good, bad, good, good])
+    assert torch.isfinite(trained).all()
+    if source != "halves":  # whose coins are other ones
+        torch.testing.assert_close(trained, by_samples(source, [good] * 4), rtol=0, atol=0)
+
+
+def test_other_kinds_of_clipping_are_refused():
+    model = torch.nn.Linear(FEATURES, CLASSES)
+    _, optimizer, _ = PrivacyEngine(accountant="rdp").make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=torch.utils.data.DataLoader(dataset(), batch_size=BATCH),
+        noise_multiplier=1.0,
+        max_grad_norm=[1.0, 1.0],
+        clipping="per_layer",
+    )
+    with pytest.raises(ValueError, match=r"flat clipping.*got DPPerLayerOptimizer"):
+        PrivateSGDOL(optimizer)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pairs import all_pairs, name, sample
 
-from sgdol import SGDOL, reference
+from sgdol import PAPER, SGDOL, reference
 from sgdol.learners import FTRL, MeasuredCurvature
 from sgdol.torch._guard import Guard
 
@@ -19,14 +19,14 @@ BLOCKS = {
     "tensor": [0, 0, 0, 1, 1, 1, 1, 2],
     "coordinate": list(range(D)),
 }
-T = 24
+T, TURNS = 34, 10
 SMOOTHNESS = 4.0
 
 
 def vectors(k: int, seed: int = 0) -> np.ndarray:
-    """Gradients that drive the multiplier to both clips: agreeing far beyond alpha, opposed, then noisy."""
+    """Gradients that drive the multiplier to both clips: agreeing far beyond alpha, opposed, noisy, turning back."""
     rng = np.random.default_rng(seed)
-    g = rng.normal(size=(T, k, D))
+    g = rng.normal(size=(T - TURNS, k, D))
     mean = rng.normal(size=D)
     g[:6] = mean + 0.1 * g[:6]
     g[6:18, 0] = mean
@@ -34,7 +34,8 @@ def vectors(k: int, seed: int = 0) -> np.ndarray:
     g[3, 0] = 0.2 * mean  # ||g_1|| small and <g_1, g_2> large: the paper's u exceeds n
     g[3, 1] = 60.0 * mean
     g[20, 0], g[20, 1] = mean, -mean  # the symmetric direction vanishes for k = 2
-    return g
+    turns = (-2.0) ** np.arange(TURNS)[:, None, None]  # each step was too long: the next gradient opposes it
+    return np.concatenate([g, turns * mean * (1 + 0.1 * rng.normal(size=(TURNS, k, D)))])
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -96,9 +97,10 @@ OPTIONS = {
     "k": [2, 3, 5],
     "estimator": ["symmetric", "paper"],
     "granularity": list(BLOCKS),
-    "alpha": [None, 10.0, 0.01],
-    "kappa": [1.0, 10.0],
+    "alpha": ["1 first", "10 first", 10.0, 0.01],
     "momentum": [0.0, 0.8],
+    "bias_correction": [True, False],
+    "epoch": [None, 2, 5],
     "statistics": ["direction", "gradient"],
     "metric": ["euclidean", "rms", "adagrad"],
     "learner": ["ftrl", "measured"],
@@ -108,10 +110,15 @@ LEARNERS = {"ftrl": FTRL(), "measured": MeasuredCurvature()}
 
 
 def allowed(row) -> bool:
-    """Two gradients where each is a step of its own; alpha or kappa, not both."""
+    """Two gradients where each is a step of its own; epochs correct the symmetric estimator."""
     return (row["k"] == 2 or row["source"] in ("microbatches", "closure")) and (
-        row["alpha"] is None or row["kappa"] == 1
+        row["epoch"] is None or row["estimator"] == "symmetric"
     )
+
+
+def regulariser(alpha: str | float) -> dict[str, float | None]:
+    """Alpha itself, or kappa where alpha is so many times the first squared gradient."""
+    return {"alpha": None, "kappa": float(alpha.split()[0])} if isinstance(alpha, str) else {"alpha": alpha}
 
 
 @pytest.mark.parametrize("row", [*all_pairs(OPTIONS, allowed), *sample(OPTIONS, 40, allowed)], ids=name)
@@ -120,6 +127,7 @@ def test_agrees_with_the_reference(row):
     source, k, foreach = (options.pop(key) for key in ("source", "k", "foreach"))
     gradients, params = vectors(k), parameters()
     granularity, learner = options.pop("granularity"), options.pop("learner")
+    options |= regulariser(options["alpha"])
     expected = reference.replay(
         gradients,
         flat(params),
@@ -141,8 +149,44 @@ def test_every_pair_of_options_is_tried():
     tried = {(a, row[a], b, row[b]) for row in rows for a, b in itertools.combinations(OPTIONS, 2)}
     for a, b in itertools.combinations(OPTIONS, 2):
         for one, other in itertools.product(OPTIONS[a], OPTIONS[b]):
-            together = {"source": "closure", "k": 2, "alpha": None, "kappa": 1.0, a: one, b: other}
+            together = {"source": "closure", "k": 2, "estimator": "symmetric", "epoch": None, a: one, b: other}
             assert ((a, one, b, other) in tried) == allowed(together)
+
+
+@pytest.mark.parametrize("granularity", list(BLOCKS))
+def test_the_defaults_are_measured_curvature_and_momentum_without_bias_correction(granularity):
+    gradients, params = vectors(3), parameters()
+    expected = reference.replay(
+        gradients,
+        flat(params),
+        smoothness=SMOOTHNESS,
+        alpha=None,
+        kappa=10.0,
+        estimator="symmetric",
+        blocks=BLOCKS[granularity],
+        momentum=0.9,
+        learner="measured",
+        bias_correction=False,
+    )
+    found = run("microbatches", gradients, params, granularity=granularity)
+    np.testing.assert_allclose(found, expected.iterates, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_defaults_with_ftrl_are_the_first_squared_gradient_and_bias_correction(momentum):
+    gradients, params = vectors(2), parameters()
+    expected = reference.replay(
+        gradients, flat(params), smoothness=SMOOTHNESS, alpha=None, estimator="symmetric", momentum=momentum
+    )
+    found = run("microbatches", gradients, params, momentum=momentum, learner=FTRL())
+    np.testing.assert_allclose(found, expected.iterates, rtol=1e-12, atol=1e-12)
+
+
+def test_the_settings_of_the_paper_are_algorithm_1():
+    gradients, params = vectors(2), parameters()
+    expected = reference.replay(gradients, flat(params), smoothness=SMOOTHNESS, alpha=10.0)
+    found = run("alternating", gradients, params, **PAPER)
+    np.testing.assert_allclose(found, expected.iterates, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -150,10 +194,25 @@ def test_every_pair_of_options_is_tried():
 @pytest.mark.parametrize("granularity", list(BLOCKS))
 def test_the_average_agrees_with_the_reference(granularity, power, on_device):
     gradients, params = vectors(2), parameters()
+    options = {"momentum": 0.9, "bias_correction": False, "kappa": 10.0}
     expected = reference.replay(
-        gradients, flat(params), smoothness=SMOOTHNESS, alpha=None, estimator="symmetric", blocks=BLOCKS[granularity]
+        gradients,
+        flat(params),
+        smoothness=SMOOTHNESS,
+        alpha=None,
+        estimator="symmetric",
+        blocks=BLOCKS[granularity],
+        learner="measured",
+        **options,
     )
-    opt = SGDOL(groups(params), smoothness=SMOOTHNESS, granularity=granularity, averaging=power)
+    opt = SGDOL(
+        groups(params),
+        smoothness=SMOOTHNESS,
+        granularity=granularity,
+        averaging=power,
+        learner=MeasuredCurvature(),
+        **options,
+    )
     opt._guard = Guard(waits=not on_device)  # or as on an accelerator, where nothing may be read
     for step in gradients:
         for g in step:
@@ -180,15 +239,42 @@ def test_the_vectors_hit_both_clips(estimator):
     assert coordinate.step_sizes.min() == 0
 
 
-def test_the_step_size_does_not_see_the_current_gradients():
+@pytest.mark.parametrize("k", OPTIONS["k"])
+@pytest.mark.parametrize("momentum", OPTIONS["momentum"])
+@pytest.mark.parametrize("estimator", OPTIONS["estimator"])
+def test_the_vectors_make_a_constant_step_too_long(estimator, momentum, k):
+    """Else measured curvature would be a constant step above, and nothing of it would be tried."""
+    for alpha in OPTIONS["alpha"]:
+        found = reference.replay(
+            vectors(k),
+            np.zeros(D),
+            smoothness=SMOOTHNESS,
+            estimator=estimator,
+            momentum=momentum,
+            bias_correction=False,
+            learner="measured",
+            **regulariser(alpha),
+        ).step_sizes
+        assert found[0] == 1 / SMOOTHNESS
+        assert ((found > 0) & (found < 0.9 / SMOOTHNESS)).sum() >= 3
+
+
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_the_step_size_does_not_see_the_current_gradients(learner):
     """Changing the gradients of step t changes x_{t+1} but not eta_t."""
     for t in (0, 5, 20):
         a, b = vectors(2), vectors(2)
         b[t] *= -3.0
-        one, other = (reference.replay(g, np.zeros(D), smoothness=SMOOTHNESS, alpha=1.0) for g in (a, b))
+        one, other = (
+            reference.replay(g, np.zeros(D), smoothness=SMOOTHNESS, alpha=1.0, learner=learner) for g in (a, b)
+        )
         assert one.step_sizes[t] == other.step_sizes[t]
         params = parameters()
-        opt = SGDOL(params, smoothness=SMOOTHNESS, alpha=1.0, estimator="paper")
+        opt = SGDOL(
+            params,
+            smoothness=SMOOTHNESS,
+            **{**PAPER, "alpha": 1.0, "learner": LEARNERS[learner]},
+        )
         for step in b[: t + 1]:
             for g in step:
                 linear_loss(params, g).backward()

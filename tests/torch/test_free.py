@@ -58,7 +58,7 @@ def cliff(seed: int = 0, k: int = 2, noise: float = 0.5):
 
     def loss(x, t, part):
         value = gentle(x, t, part)
-        return value if t < 30 else 40 * value + torch.exp(30 * x.abs()).sum()
+        return value if t < 30 else 40 * value + torch.exp(10 * x.abs()).sum()
 
     return loss
 
@@ -74,7 +74,13 @@ def ledge(seed: int = 0, k: int = 2, noise: float = 0.05):
     return loss
 
 
-PROBLEMS = {"quadratic": quadratic, "rosenbrock": rosenbrock, "cliff": cliff, "ledge": ledge}
+def burst(seed: int = 0, k: int = 2, noise: float = 0.5):
+    """Every ninth batch has three hundred times the noise, from the 23rd on: its gradient is clipped."""
+    gentle, wild = quadratic(seed, k, noise), quadratic(seed, k, 300 * noise)
+    return lambda x, t, part: (wild if t >= 22 and t % 9 == 4 else gentle)(x, t, part)
+
+
+PROBLEMS = {"quadratic": quadratic, "rosenbrock": rosenbrock, "cliff": cliff, "ledge": ledge, "burst": burst}
 STEPS = {"ledge": 16, "cliff": 40}
 """After it has bounced off the wall, roundings grow."""
 
@@ -167,10 +173,11 @@ def test_agrees_with_the_reference(problem, k, options):
 
 @pytest.mark.parametrize("metric", ["rms", "euclidean"])
 def test_the_problems_reach_every_branch(metric):
-    """Else the tests here would not notice a fault in the guard or in a rejection."""
+    """Else the tests here would not notice a fault in the guard, in a rejection or in the clip."""
     options = {"metric": metric, "tensors": SIZES}
     assert sgdol_free(oracle_of(ledge(), 2), START, STEPS["ledge"], **options).rejections > 0
     assert sgdol_free(oracle_of(cliff(), 2), START, STEPS["cliff"], **options).rollbacks > 0
+    assert sgdol_free(oracle_of(burst(), 2), START, 60, **options).clipped == 5
 
 
 def holes(seed: int = 0, k: int = 2):
@@ -699,6 +706,28 @@ OLD_RULE = {
     "mean_loss": 1.0, "loss_deviation": 0.1, "first_loss": 2.0, "late_loss": 1.0, "later_half_loss": 1.1,
     "step_size": 0.2, "capped": False, "rejections": 0, "rollbacks": 0, "skipped": 0, "evaluations": 20,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("metric", ["rms", "euclidean"])
+def test_a_state_that_knows_no_usual_gradient_is_loaded(metric):
+    """As saved before there was a clip: nothing is clipped until something is known to be usual, then as ever."""
+    loss, params = quadratic(), parameters(START)
+    opt = SGDOLFree(params, metric=metric)
+    for t in range(30):
+        opt.step(closure_of(opt, params, loss, t))
+    saved = copy.deepcopy(opt.state_dict())
+    for group in saved["param_groups"]:
+        group["rule"] = {name: value for name, value in group["rule"].items() if not name.startswith("usual")}
+    others = parameters(flat(params).detach().numpy())
+    other = SGDOLFree(others, metric=metric)
+    other.load_state_dict(saved)
+    for t in range(30, 50):
+        opt.step(closure_of(opt, params, loss, t))
+        other.step(closure_of(other, others, loss, t))
+        if metric == "rms" or t == 30:
+            torch.testing.assert_close(flat(others), flat(params), rtol=1e-12, atol=1e-12)
+    assert other.diagnostics()["skipped"] == 0
+    assert 0 < other.state_dict()["param_groups"][0]["rule"]["usual_gradient"] < math.inf
 
 
 @pytest.mark.parametrize("maximize", [False, True])

@@ -89,7 +89,7 @@ def feed(opt, p, *gradients) -> None:
         ({"lr": 0.1, "estimator": "half"}, ValueError, "estimator must be one of 'symmetric', 'paper', got 'half'"),
         ({"lr": 0.1, "momentum": 1.0}, ValueError, "momentum must be at least 0 and less than 1, got 1.0"),
         ({"lr": 0.1, "weight_decay": -1.0}, ValueError, "weight_decay must be at least 0 and finite, got -1.0"),
-        ({"lr": 0.1, "kappa": 0.0}, ValueError, "kappa must be positive and finite, got 0.0"),
+        ({"lr": 0.1, "kappa": 0.0}, ValueError, "kappa must be None, or positive and finite, got 0.0"),
         (
             {"lr": 0.1, "alpha": 2.0, "kappa": 3.0},
             ValueError,
@@ -131,7 +131,7 @@ def test_every_group_may_bring_its_own_rate():
 
 def test_groups_share_the_multiplier_and_keep_their_rates():
     a, b = scalar(0.0), scalar(0.0)
-    opt = SGDOL([{"params": [a], "lr": 0.1}, {"params": [b], "lr": 0.4}], alpha=1.0)
+    opt = SGDOL([{"params": [a], "lr": 0.1}, {"params": [b], "lr": 0.4}], alpha=1.0, learner=FTRL())
     for g1, g2 in [(1.0, 0.5), (2.0, -1.0)]:
         for g in (g1, g2):
             a.grad, b.grad = torch.full_like(a, g), torch.full_like(b, g)
@@ -144,7 +144,7 @@ def test_groups_share_the_multiplier_and_keep_their_rates():
 
 def test_weight_decay_is_decoupled_and_scaled_by_the_learned_step_size():
     x = scalar(2.0)
-    opt = SGDOL([x], lr=0.5, alpha=1.0, weight_decay=0.1)
+    opt = SGDOL([x], lr=0.5, alpha=1.0, weight_decay=0.1, momentum=0.0, learner=FTRL())
     feed(opt, x, 1.0, 0.0)
     after_one = 2.0 - 0.5 * (0.5 + 0.1 * 2.0)
     assert float(x) == pytest.approx(after_one)
@@ -199,6 +199,7 @@ def test_momentum_follows_its_definition(granularity, estimator, k):
         momentum=beta,
         estimator=estimator,
         granularity=granularity,
+        learner=FTRL(),
     )
     for pair in torch.tensor(gradients):
         for g in pair:
@@ -214,7 +215,7 @@ def test_momentum_follows_its_definition(granularity, estimator, k):
 
 def test_groups_may_differ_in_momentum():
     a, b, c = scalar(0.0), scalar(0.0), scalar(0.0)
-    both = SGDOL([{"params": [a], "momentum": 0.9}, {"params": [b]}], lr=0.1, granularity="group", alpha=1.0)
+    both = SGDOL([{"params": [a]}, {"params": [b], "momentum": 0.0}], lr=0.1, granularity="group", alpha=1.0)
     alone = SGDOL([c], lr=0.1, momentum=0.9, alpha=1.0)
     for g in (1.0, 0.5, -1.0, 2.0, 0.1, 0.4):
         a.grad, b.grad, c.grad = (torch.full_like(p, g) for p in (a, b, c))
@@ -238,14 +239,14 @@ def test_any_learner_chooses_the_multiplier(learner, granularity):
         x -= 0.1 * s * d
         state = learner.observe(state, s, u, n, 2.0)
     p = torch.nn.Parameter(torch.zeros(3).double())
-    opt = SGDOL([p], lr=0.1, alpha=2.0, learner=learner, granularity=granularity)
+    opt = SGDOL([p], lr=0.1, alpha=2.0, momentum=0.0, learner=learner, granularity=granularity)
     feed(opt, p, *gradients.reshape(-1, 3))
     np.testing.assert_allclose(p.detach().numpy(), x, rtol=1e-12)
 
 
-def test_alpha_none_is_the_first_squared_direction_that_is_not_zero():
+def test_alpha_none_is_the_first_squared_gradient_that_is_not_zero():
     x = scalar(0.0)
-    opt = SGDOL([x], lr=1.0)
+    opt = SGDOL([x], lr=1.0, momentum=0.0, learner=FTRL())
     feed(opt, x, 0.0, 0.0)
     assert float(x) == 0
     feed(opt, x, 3.0, 1.0)  # d = 2, so alpha = 4, u = 3, n = 4
@@ -256,7 +257,7 @@ def test_alpha_none_is_the_first_squared_direction_that_is_not_zero():
 
 def test_a_group_that_joins_later_gets_the_share_of_alpha_that_its_size_had():
     a, b = torch.nn.Parameter(torch.zeros(4).double()), torch.nn.Parameter(torch.zeros(2).double())
-    opt = SGDOL([a], lr=1.0, granularity="group")
+    opt = SGDOL([a], lr=1.0, granularity="group", momentum=0.0, learner=FTRL())
     feed(opt, a, [1.0, 1.0, 1.0, 1.0], [3.0, 3.0, 3.0, 3.0])  # d = 2 everywhere: alpha = 16, 4 per coordinate
     opt.add_param_group({"params": [b]})
     for g in (2.0, -1.0):
@@ -497,7 +498,7 @@ def test_sparse_gradients_are_refused_with_what_to_do():
 
 def test_a_pair_whose_shapes_differ_is_refused():
     x = torch.nn.Parameter(torch.zeros(3))
-    opt = SGDOL([x], lr=0.1)
+    opt = SGDOL([x], lr=0.1, momentum=0.0)
     feed(opt, x, [1.0, 2.0, 3.0])
     x.data = torch.zeros(2)
     x.grad = torch.ones(2)
@@ -797,7 +798,9 @@ def test_a_loaded_state_shares_no_memory_with_what_was_loaded():
         ("estimator", "paper", "symmetric"),
         ("learner", OptimisticFTRL(), None),
         ("alpha", 10.0, None),
-        ("kappa", 10.0, 1.0),
+        ("kappa", None, 1.0),
+        ("bias_correction", True, None),
+        ("metric", "rms", "euclidean"),
         ("statistics", "gradient", "direction"),
         ("averaging", 8, None),
     ],
@@ -812,7 +815,7 @@ def test_the_state_of_another_configuration_is_refused(name, saved, here):
 
 def test_add_param_group_in_the_middle_of_a_pair():
     a, b = scalar(), scalar()
-    opt = SGDOL([a], lr=0.1)
+    opt = SGDOL([a], lr=0.1, momentum=0.0)
     feed(opt, a, 1.0)
     opt.add_param_group({"params": [b], "lr": 0.2})
     a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
@@ -824,11 +827,20 @@ def test_add_param_group_in_the_middle_of_a_pair():
 # Memory and diagnostics -----------------------------------------------------------------------------------------------
 
 
-def test_microbatches_keep_nothing_that_grows_with_the_model():
+@pytest.mark.parametrize(
+    ("options", "vectors"),
+    [
+        ({"momentum": 0.0, "learner": FTRL()}, set()),
+        ({}, {"momentum"}),  # which without bias correction is the direction that hindsight asks for
+        ({"learner": FTRL()}, {"momentum"}),
+    ],
+    ids=["neither momentum nor hindsight", "defaults", "momentum alone"],
+)
+def test_microbatches_keep_nothing_that_grows_with_the_model_but_the_momentum(options, vectors):
     net = network()
-    opt = SGDOL(net.parameters(), lr=0.1)
+    opt = SGDOL(net.parameters(), lr=0.1, **options)
     train(net, opt, Batches(), 3)
-    assert not any(opt.state.values())
+    assert all(set(opt.state.get(p, {})) == vectors for p in net.parameters())
     kept = [v for group in opt.param_groups for v in group.values() if isinstance(v, torch.Tensor)]
     assert max(v.numel() for v in kept) < 10
     watched = vars(opt._recorder).values()
@@ -852,7 +864,7 @@ def test_diagnostics_are_those_of_the_run():
     gradients = np.random.default_rng(0).normal(size=(30, 2, 3)) + 0.3
     run = reference.replay(gradients, np.zeros(3), smoothness=4.0, alpha=1.0, estimator="symmetric")
     p = torch.nn.Parameter(torch.zeros(3).double())
-    opt = SGDOL([p], smoothness=4.0, alpha=1.0)
+    opt = SGDOL([p], smoothness=4.0, alpha=1.0, momentum=0.0, learner=FTRL())
     feed(opt, p, *gradients.reshape(-1, 3))
     found = opt.diagnostics()
     u, n = run.u[:, 0], run.n[:, 0]
@@ -870,7 +882,7 @@ def test_the_step_size_falls_as_gradients_get_noisy():
     """Gradients of ||x||^2/2 with noise of variance v: near the minimum nearly all of ||d||^2 is noise."""
     torch.manual_seed(0)
     x = torch.nn.Parameter(torch.full((50,), 3.0))
-    opt = SGDOL([x], lr=1.0)
+    opt = SGDOL([x], lr=1.0, momentum=0.0, learner=FTRL())
     seen = []
     for _ in range(300):
         for _ in range(2):

@@ -7,9 +7,9 @@ from accelerate.utils import ProjectConfiguration
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
+from trainer_problems import noise_averse
 
 import sgdol
-from sgdol import SGDOL
 from sgdol.trainers.accelerate import StepSizeMonitor
 
 BATCHES, BATCH = 12, 16
@@ -34,7 +34,7 @@ class Run:
         momentum = options.pop("momentum", 0.0)
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **options)
         model = build()
-        self.opt = SGDOL(model.parameters(), lr=0.5, momentum=momentum)
+        self.opt = noise_averse(model.parameters(), momentum=momentum)
         self.model, self.prepared, self.loader = self.accelerator.prepare(model, self.opt, data(digits))
         self.monitor = StepSizeMonitor(self.accelerator, every=every)
         self.accelerator.register_for_checkpointing(self.monitor)
@@ -57,7 +57,7 @@ class Run:
 def by_hand(digits, accumulate, precision=None, clip=None):
     """The loop that Accelerate promises to run, written out."""
     net = build()
-    opt = SGDOL(net.parameters(), lr=0.5)
+    opt = noise_averse(net.parameters())
     step_sizes = []
     for number, (images, labels) in enumerate(data(digits), start=1):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is not None):
@@ -131,7 +131,7 @@ def test_a_model_that_prepare_has_moved_is_still_watched(digits):
     """As when it goes to another device: its data are replaced, and so are the nodes that accumulate its gradients."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = build()
-    opt = SGDOL(model.parameters(), lr=0.5)
+    opt = noise_averse(model.parameters())
     model.double()
     prepared = accelerator.prepare(opt)
     for images, labels in zip(digits[0][:64].split(16), digits[1][:64].split(16), strict=True):

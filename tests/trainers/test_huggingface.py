@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trainer_problems import noise_averse
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -52,8 +53,14 @@ def arguments(tmp_path, **options) -> TrainingArguments:
     )
 
 
+class Pairs(Trainer):
+    """Batches stay whole: without accumulation two of them make an update."""
+
+    parts = 1
+
+
 def train(model, opt, args, dataset, **options):
-    trainer = Trainer(model, args, train_dataset=dataset, optimizers=(opt, None))
+    trainer = Pairs(model, args, train_dataset=dataset, optimizers=(opt, None))
     trainer.train(**options)
     return trainer
 
@@ -62,7 +69,7 @@ def by_hand(dataset, steps, accumulate, clip, precision=None):
     """The loop that the Trainer promises to run, written out, over the batches in their order."""
     model = build()
     model.train()
-    opt = SGDOL(model.parameters(), lr=0.5)
+    opt = noise_averse(model.parameters())
     step_sizes, norms = [], []
     for step in range(steps):
         rows = dataset[step * accumulate * BATCH : (step + 1) * accumulate * BATCH]
@@ -84,7 +91,7 @@ def by_hand(dataset, steps, accumulate, clip, precision=None):
 @pytest.mark.parametrize(("accumulate", "precision"), [(1, None), (2, None), (3, None), (2, "bf16")])
 def test_the_trainer_takes_the_same_steps_as_a_loop_by_hand(tmp_path, dataset, assert_same, accumulate, precision):
     model = build()
-    opt = SGDOL(model.parameters(), lr=0.5)
+    opt = noise_averse(model.parameters())
     args = arguments(
         tmp_path,
         num_train_epochs=1,
@@ -121,7 +128,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, dataset, assert_same, 
 
     def run(folder, **resume):
         model = build(dropout=0.1)
-        opt = SGDOL(model.parameters(), lr=0.5, momentum=0.5)
+        opt = noise_averse(model.parameters(), momentum=0.5)
         return model, opt, train(model, opt, arguments(tmp_path / folder, **options), dataset, **resume)
 
     whole, whole_opt, whole_trainer = run("whole")
@@ -142,7 +149,7 @@ def test_reports_and_the_log_history_have_the_learned_step_size(tmp_path, datase
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     args = arguments(tmp_path, max_steps=8, gradient_accumulation_steps=2, logging_steps=2, report_to="tensorboard")
     model = build()
-    opt = SGDOL(model.parameters(), lr=0.5)
+    opt = noise_averse(model.parameters())
     trainer = train(model, opt, args, dataset)
     rows = [row for row in trainer.state.log_history if "loss" in row]
     found = opt.diagnostics()
@@ -176,7 +183,7 @@ def test_the_trainer_makes_the_optimizer_itself_from_the_class(tmp_path, dataset
 def test_the_default_schedule_lowers_the_step_size_by_moving_lr(tmp_path, dataset):
     """What the documentation says of it: the step size is lr, which falls to 0, times what is learned."""
     model = build()
-    opt = SGDOL(model.parameters(), lr=0.5, alpha=1e9)  # holds on to lr: the multiplier stays 1
+    opt = noise_averse(model.parameters(), alpha=1e9)  # holds on to lr: the multiplier stays 1
     args = arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2, lr_scheduler_type="linear")
     trainer = train(model, opt, args, dataset)
     rows = [row for row in trainer.state.log_history if "loss" in row]
@@ -204,7 +211,7 @@ def test_unequal_token_counts_make_the_signal_too_small_by_a_known_factor(tmp_pa
         for n in counts
     ]
     k = len(counts)
-    opt = SGDOL([bias], lr=0.1)
+    opt = noise_averse([bias], lr=0.1)
     args = arguments(
         tmp_path,
         max_steps=1,

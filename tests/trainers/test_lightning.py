@@ -9,13 +9,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch.nn.functional import cross_entropy
+from trainer_problems import BATCHES, Loader, noise_averse
 
 import sgdol
 from sgdol import SGDOL
 from sgdol.trainers.lightning import StepSizeMonitor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's, of torch
-BATCHES, BATCH = 12, 16
 
 
 def build() -> torch.nn.Sequential:
@@ -25,35 +25,11 @@ def build() -> torch.nn.Sequential:
     )
 
 
-class Loader:
-    """Batches in a fixed order, which remembers its place, as Lightning wants it for resuming within an epoch."""
-
-    def __init__(self, digits):
-        images, labels = digits
-        self.batches = [(images[i : i + BATCH], labels[i : i + BATCH]) for i in range(0, BATCHES * BATCH, BATCH)]
-        self.place = 0
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __iter__(self):
-        self.place %= len(self.batches)
-        while self.place < len(self.batches):
-            self.place += 1
-            yield self.batches[self.place - 1]
-
-    def state_dict(self):
-        return {"place": self.place}
-
-    def load_state_dict(self, state):
-        self.place = state["place"]
-
-
 class Classifier(LightningModule):
     def __init__(self, manual=False, **options):
         super().__init__()
         self.net = build()
-        self.options = {"lr": 0.5, **options}
+        self.options = options
         self.seen = 0
         self.automatic_optimization = not manual
 
@@ -68,8 +44,8 @@ class Classifier(LightningModule):
             opt.step()
         return loss
 
-    def configure_optimizers(self):
-        return SGDOL(self.parameters(), **self.options)
+    def configure_optimizers(self) -> SGDOL:
+        return noise_averse(self.parameters(), **self.options)
 
 
 def trainer(tmp_path, **options) -> Trainer:
@@ -82,7 +58,7 @@ def trainer(tmp_path, **options) -> Trainer:
 def by_hand(batches, updates_after, accumulate=1, precision=None, clip=None):
     """The loop that Lightning promises to run, written out. Returns the model, the optimizer and each step size."""
     net = build()
-    opt = SGDOL(net.parameters(), lr=0.5)
+    opt = noise_averse(net.parameters())
     step_sizes, norms = [], []
     for step in range(updates_after):
         for images, labels in batches[step * accumulate : (step + 1) * accumulate]:

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import optax
 
 from sgdol import averaging as averages
-from sgdol import free, metrics
-from sgdol.free import Settings, State
+from sgdol import free, metrics, probing
+from sgdol.free import State
 from sgdol.jax._averaging import PolynomialAverageState
 from sgdol.jax._checks import check_number
 from sgdol.jax._geometry import choose_unit
-from sgdol.metrics import Means, Metric
+from sgdol.metrics import RMS, Means, Metric
 
 __all__ = ["SGDOLFreeState", "sgdol_free"]
 
@@ -73,6 +73,7 @@ class _Norm:
         self._diagonal = jax.tree.unflatten(jax.tree.structure(g), diagonal)
         self._unit = unit
         self._kind = kind
+        self._past = states if isinstance(metric, RMS) else None
 
     def sharp(self, g: Any) -> Any:
         """From a gradient to a direction: D^-1 g; several gradients may lie along a new first axis."""
@@ -81,6 +82,14 @@ class _Norm:
     def gradient(self, g: Any) -> jax.Array:
         """||g||: in D^-1. Of several along a new first axis, the root of the sum of the squares."""
         return self._unit * jnp.sqrt(self._sum(jnp.multiply, g, self.sharp(g)))
+
+    def usual(self) -> jax.Array | None:
+        """The root of the mean of the past ||g||^2, all in this norm; None if the metric does not remember them."""
+        if self._past is None:
+            return None
+        roots, weight = [past.root for past in self._past], self._past[0].weight if self._past else 1.0
+        squares = self._sum(lambda v, d: v * v / d, roots, jax.tree.leaves(self._diagonal))
+        return self._unit * jnp.sqrt(squares / jnp.where(weight > 0, weight, 1.0))
 
     def along(self, g: Any, s: Any) -> jax.Array:
         """<g, s> of a gradient and a difference of points."""
@@ -213,19 +222,21 @@ def sgdol_free(
         # The step.
         go = now.finite & (rule.first_norm > 0)
         fresh = rule.momentum_weight == 0
+        clipped = free.clipping(rule, now.norm, norm.usual())
+        g = jax.tree.map(lambda v: clipped.astype(v.dtype) * v, now.g)
         trace = jax.tree.map(
-            lambda m, g: jnp.where(fresh, (1 - momentum) * g, m + (1 - momentum) * (g - m)), state.trace, now.g
+            lambda m, g: jnp.where(fresh, (1 - momentum) * g, m + (1 - momentum) * (g - m)), state.trace, g
         )
         weight = momentum * rule.momentum_weight + (1 - momentum)
         direction = norm.sharp(trace)
         length = norm.gradient(trace) / weight
         new = free.choose_step(free.track(rule, now.loss)._replace(momentum_weight=weight), length, weight_decay)
-        new = free.observe(new, now.norm, now.squares, k)
+        new = free.observe(new, now.norm, now.squares, k, clipped)
         scale, factor = 1 - new.step_size * weight_decay, new.step_size / weight * unit
         x = jax.tree.map(lambda x, d: (scale * x.astype(d.dtype) - factor * d).astype(x.dtype), now.x, direction)
         share = averages.weight(new.updates.astype(unit.dtype), averaging)
         average = jax.tree.map(lambda a, x: a + share * (x.astype(a.dtype) - a), state.average.average, now.x)
-        remembered = [metric.observe(s, g) for s, g in zip(state.metric, jax.tree.leaves(now.g), strict=True)]
+        remembered = [metric.observe(s, leaf) for s, leaf in zip(state.metric, jax.tree.leaves(g), strict=True)]
         average = PolynomialAverageState(average)
         moved = SGDOLFreeState(new, trace, remembered, average, now.x, unit, jnp.asarray(k, jnp.int32))
         stayed = state._replace(rule=rule._replace(skipped=rule.skipped + ~now.finite))
@@ -242,16 +253,16 @@ def _first_point(rule: State, now: _Point, norm: _Norm, unit: jax.Array, evaluat
     length = jnp.where(now.norm > 0, now.norm, 1.0)
     direction = norm.sharp(now.g)
 
-    def probe(bracket: free.Bracket) -> free.Bracket:
+    def probe(bracket: probing.Bracket) -> probing.Bracket:
         share = bracket.length / length * unit
         there = evaluate(jax.tree.map(lambda x, d: x.astype(d.dtype) - share.astype(d.dtype) * d, now.x, direction))
         change = norm.gradient(jax.tree.map(jnp.subtract, there.g, now.g)) / length
-        return _like(bracket, free.next_probe(bracket, jnp.where(there.finite, change, jnp.inf)))
+        return _like(bracket, probing.next_probe(bracket, jnp.where(there.finite, change, jnp.inf)))
 
     def search() -> State:
-        start = free.first_probe(length, norm.length(now.x), now.loss)
+        start = probing.first_probe(length, norm.length(now.x), now.loss)
         start = _arrays(start, unit.dtype)
-        done = jax.lax.while_loop(lambda b: ~b.told & (b.count < Settings().probes), probe, start)
+        done = jax.lax.while_loop(lambda b: ~b.told & (b.count < probing.DEFAULTS.probes), probe, start)
         counted = rule._replace(evaluations=rule.evaluations + done.count)
         return _like(rule, free.begin(counted, done.curvature * length, length))
 

@@ -14,7 +14,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from sgdol import metrics, surrogate
@@ -29,6 +28,9 @@ Number = float | jax.Array
 P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
+
+_LAST_COUNT = 2**31 - 1
+"""Where counts of updates stop."""
 
 
 # The order of the options is that of the classes below, the last of a list of bases first -----------------------------
@@ -50,7 +52,7 @@ class _Learning:
     momentum: Number | None = 0.9
     bias_correction: bool | None = None
     statistics: surrogate.MomentumStatistics = "direction"
-    epoch: int | None = None
+    epoch: int | jax.Array | None = None
     weight_decay: Number | None = None
 
 
@@ -103,18 +105,19 @@ class Scaling(_Parts, _Learning):
                 f"give alpha or kappa, not both: got alpha={shown(self.alpha)} and kappa={shown(self.kappa)} "
                 "(kappa is in units of the first squared gradient)"
             )
-        kappa = suggested_kappa(self.learner) if self.kappa is None else self.kappa
+        kappa = suggested_kappa(_learner(self.learner)) if self.kappa is None else self.kappa
         self.kappa = check_number("kappa", kappa, lambda c: c > 0, "positive and finite, or None", of_any_size=True)
 
     def _check_momentum(self) -> None:
         if self.bias_correction is None:
-            self.bias_correction = not uses_hindsight(self.learner)
+            self.bias_correction = not uses_hindsight(_learner(self.learner))
         if not isinstance(self.bias_correction, bool):
             raise TypeError(f"bias_correction must be True, False or None, got {shown(self.bias_correction)}")
         if self.epoch is None:
             return
-        if isinstance(self.epoch, bool) or not isinstance(self.epoch, int | np.integer) or self.epoch < 2:
-            raise ValueError(f"epoch must be a whole number of updates, at least 2, or None, got {shown(self.epoch)}")
+        words = "a whole number of updates, at least 2, or None"
+        epoch = check_number("epoch", self.epoch, lambda b: b >= 2 and b == int(b), words, of_any_size=True)
+        self.epoch = min(int(epoch), _LAST_COUNT) if isinstance(epoch, float) else epoch
         if self.estimator == "paper":
             raise ValueError('epoch corrects estimator="symmetric", got estimator="paper"')
 

@@ -55,7 +55,7 @@ def _nothing(like: list[jax.Array]) -> list[jax.Array]:
     return [jnp.zeros_like(value) for value in like]
 
 
-def in_epochs(raw: Statistics, epoch: int | None, count: jax.Array, beta: Any) -> Statistics:
+def in_epochs(raw: Statistics, epoch: Any, count: jax.Array, beta: Any) -> Statistics:
     r"""The statistics of gradients that are drawn without replacement, in epochs of so many updates.
 
     Products of two gradients of one epoch are low by a number of which :math:`c = (n - u)/B` is an unbiased estimate.
@@ -70,8 +70,8 @@ def in_epochs(raw: Statistics, epoch: int | None, count: jax.Array, beta: Any) -
     """
     if epoch is None:
         return raw
-    low = [(n - u) / epoch for u, n in zip(raw.u, raw.n, strict=True)]
-    share = 1 - jnp.asarray(beta) ** jnp.mod(count, epoch)
+    low = [(n - u) / jnp.asarray(epoch, u.dtype) for u, n in zip(raw.u, raw.n, strict=True)]
+    share = 1 - jnp.asarray(beta) ** jnp.mod(count, jnp.asarray(epoch, count.dtype))
     return raw._replace(
         u=[u + c for u, c in zip(raw.u, low, strict=True)], low=[share.astype(c.dtype) * c for c in low]
     )

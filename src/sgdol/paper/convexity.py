@@ -26,7 +26,7 @@ from sgdol.learners import FTRL, Floored
 from sgdol.paper.convex_problems import Convex, double_precision, huber, problems
 from sgdol.paper.methods import adagrad_global
 
-__all__ = ["METHODS", "Curve", "Rule", "Section", "measure", "run", "section", "slope"]
+__all__ = ["HEADER", "METHODS", "PROSE", "Curve", "Rule", "measure", "run", "slope", "table"]
 
 Array = NDArray[np.float64]
 
@@ -248,16 +248,6 @@ def _draw(curves: dict[str, dict[str, Curve]], path: Path) -> None:
 # What a report says of it ---------------------------------------------------------------------------------------------
 
 
-class Section(NamedTuple):
-    """A section of a report."""
-
-    title: str
-    prose: str
-    header: tuple[str, ...]
-    table: list[tuple[str, ...]]
-    figure: Path
-
-
 PROSE = (
     "The paper asks whether convexity helps. What is proved, in docs/convexity.md: on a convex objective the surrogate "
     "bounds the change of the distance to the minimum as well, so the iterates stay bounded; through gradient norms "
@@ -273,13 +263,18 @@ EXPONENTIAL = -4.0
 """A slope below this is not that of a power of t that anybody proves: the last iterate under multiplicative noise."""
 
 
-def section(out: Path) -> Section:
-    """Title, prose, table and figure, from the files that :func:`run` wrote."""
+HEADER = ("problem", "method", "last: f - f*", "slope", "average: f - f*", "slope")
+
+
+def table(out: Path) -> list[tuple[str, ...]]:
+    """The rows of the table under :data:`HEADER`, from the file that :func:`run` wrote; none where it was not run."""
+    if not (out / "convexity.csv").exists():
+        return []
     with (out / "convexity.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     found = {(r["problem"], r["method"], r["iterate"]): r for r in rows}
     names = list(dict.fromkeys(r["problem"] for r in rows))
-    table = []
+    cells_of_all: list[tuple[str, ...]] = []
     for problem in names:
         for method in dict.fromkeys(r["method"] for r in rows if r["problem"] == problem):
             cells = [problem, method]
@@ -288,6 +283,5 @@ def section(out: Path) -> Section:
                 fitted = float(row["slope"])
                 steep = f"{fitted:.2f} ± {float(row['slope_std']):.2f}" if fitted > EXPONENTIAL else "exponential"
                 cells += [f"{float(row['gap']):.2g}", steep]
-            table.append(tuple(cells))
-    header = ("problem", "method", "last: f - f*", "slope", "average: f - f*", "slope")
-    return Section("Does convexity help?", PROSE, header, table, out / "convexity.png")
+            cells_of_all.append(tuple(cells))
+    return cells_of_all

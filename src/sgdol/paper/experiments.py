@@ -117,7 +117,7 @@ _OTHER_METHODS = ("SGDOL Global", "AdaGrad Coordinate", "RMSProp", "AdaDelta", "
 _rosenbrock = functools.cache(Rosenbrock)  # compiled programs are kept by problem
 
 ROSENBROCK = Experiment(
-    name="rosenbrock",
+    name=Rosenbrock.name,
     build=lambda configuration: _rosenbrock(configuration.noise_model),
     panels={
         "sigma=0": "no noise",
@@ -164,7 +164,7 @@ def _adult_problem(configuration: Any) -> Problem:
 
 
 ADULT = Experiment(
-    name="adult",
+    name=AdultClassifier.name,
     build=_adult_problem,
     panels={
         "batch=all": "all samples (no noise)",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgdol.learners import FTRL, Learner
+from sgdol.learners import FTRL, Learner, uses_hindsight
 from sgdol.surrogate import momentum_signal
 
 __all__ = ["KEY", "Multiplier", "check_momentum", "diagnostics", "inner", "with_momentum"]
@@ -63,11 +63,16 @@ class Multiplier:
             raise ValueError(f"kappa must be positive and finite, got {kappa!r}")
         if learner is not None and not isinstance(learner, Learner):
             raise ValueError(f"learner must have initial, predict and observe, as in sgdol.learners, got {learner!r}")
+        if learner is not None and uses_hindsight(learner):
+            raise ValueError(
+                f"{type(learner).__name__} needs hindsight, which it is not given here: take sgdol.learners.FTRL, "
+                "Floored, OptimisticFTRL or OnlineGradientDescent"
+            )
         self.alpha, self.kappa, self.learner = alpha, kappa, learner or FTRL()
 
     def step(self, numbers: dict[str, Any], u: Tensor, n: Tensor) -> Tensor:
         """The multiplier of this step, from the steps before it alone; then (u, n) are added to ``numbers``."""
-        if not numbers:
+        if "alpha" not in numbers:
             zero = torch.zeros_like(n)
             numbers["alpha"] = self.kappa * n if self.alpha is None else zero + self.alpha
             numbers["learner"] = self.learner.initial(zero)._asdict()
@@ -84,12 +89,13 @@ class Multiplier:
 
 def diagnostics(numbers: dict[str, Any]) -> dict[str, float]:
     """The multiplier, the number of updates and what the sums say of signal and noise, as Python numbers."""
-    if not numbers:
-        return {"updates": 0.0}
+    if "alpha" not in numbers:
+        return {"updates": 0.0, "skipped": float(numbers.get("skipped", 0))}
     u_sum, n_sum = float(numbers["u_sum"]), float(numbers["n_sum"])
     noise = n_sum - u_sum
     return {
         "updates": float(numbers["updates"]),
+        "skipped": float(numbers.get("skipped", 0)),
         "multiplier": float(numbers["multiplier"]),
         "u_sum": u_sum,
         "n_sum": n_sum,

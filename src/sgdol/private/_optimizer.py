@@ -38,7 +38,7 @@ class PrivateSGDOL(DPOptimizer):
     The update is :math:`x_{t+1} = x_t - \mathrm{lr}\, s_t d_t`, where ``lr`` is the base rate 1/M of the wrapped
     ``torch.optim.SGD`` (schedulers and parameter groups as usual), :math:`d_t` the average of the releases with
     momentum beta, and :math:`s_t \in [0, 2]` the learned multiplier. ``param_groups[i]["step_size"]`` is the step size
-    that was used.
+    that was used. Weight decay is the wrapped SGD's, at the rate lr. A release that is not finite is skipped.
 
     ============== ============================================================== ===============================
     source         u for the present gradient                                     E u = \|\|G\|\|^2 needs
@@ -156,9 +156,12 @@ class PrivateSGDOL(DPOptimizer):
         return True
 
     def _take(self) -> tuple[list[Tensor], Tensor] | None:
-        """The gradient and the estimate of ||G||^2 from it, or None: not enough yet."""
+        """The gradient and the estimate of ||G||^2 from it, or None: not enough yet, or nothing that can be used."""
         gradient = [p.grad for p in self.params]
         n = inner(gradient, gradient)
+        if not torch.isfinite(n):  # the release, not the data, is looked at: still post-processing
+            self.state[KEY]["skipped"] = self.state[KEY].get("skipped", 0) + 1
+            return None
         if self.source == "variance":
             return gradient, n - self._known_noise()
         if self.source == "past":
@@ -177,9 +180,9 @@ class PrivateSGDOL(DPOptimizer):
     def _known_noise(self) -> float:
         """Of the injected noise d sigma^2 C^2/B^2, and of the sampling noise at most C^2 (B+1)/B^2, for qN < B + 1."""
         dimension = sum(p.numel() for p in self.params)
-        batch = self.expected_batch_size * self.accumulated_iterations
+        sampled = (self.expected_batch_size + 1) * self.accumulated_iterations
         injected = dimension * self.noise_multiplier**2
-        return self._scale() ** 2 * self.max_grad_norm**2 * (injected + batch + 1)
+        return self._scale() ** 2 * self.max_grad_norm**2 * (injected + sampled)
 
     def _scale(self) -> float:
         """What ``scale_grad`` multiplies the released sum by."""
@@ -188,7 +191,7 @@ class PrivateSGDOL(DPOptimizer):
         return 1 / (self.expected_batch_size * self.accumulated_iterations)
 
     def diagnostics(self) -> dict[str, float]:
-        """The multiplier, the number of updates and the signal-to-noise ratio; all of it from releases."""
+        """The multiplier, the numbers of updates and of skipped releases, and signal to noise; all from releases."""
         return diagnostics(self.state.get(KEY, {}))
 
 

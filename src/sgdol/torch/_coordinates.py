@@ -107,8 +107,8 @@ def _representable(alpha: Any, dtype: torch.dtype) -> Any:
     return alpha.clamp(max=largest) if isinstance(alpha, Tensor) else min(alpha, largest)
 
 
-def _total(parts: tuple[Tensor | None, ...]) -> Any:
-    return None if parts[0] is None else sum(parts[1:], parts[0])  # type: ignore[arg-type]
+def _total(parts: tuple[Any, ...]) -> Any:
+    return None if parts[0] is None else sum(parts[1:], parts[0])
 
 
 def _product(piece: _Piece, scale: Any) -> Tensor:

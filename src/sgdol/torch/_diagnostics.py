@@ -31,15 +31,20 @@ def skipped(totals: Tensor) -> Tensor:
 def added(totals: Tensor, outcome: Outcome, ok: Tensor | None) -> Tensor:
     """The totals after one more update, or after one more that was skipped if ``ok`` turns out to be false."""
     if isinstance(outcome.surrogate, float):
-        sums = [1.0, 0.0, outcome.surrogate, outcome.signal, outcome.length]
-        *old, signal, length = totals.tolist()
-        recent = [summary.recent(signal, outcome.signal), summary.recent(length, outcome.length)]
-        return totals.new_tensor([*(a + b for a, b in zip(old, sums, strict=True)), *recent])
+        return _added_numbers(totals, outcome)
     one = torch.ones_like(outcome.surrogate)
     sums = torch.stack([one, 0 * one, outcome.surrogate, outcome.signal, outcome.length])
     recent = summary.recent(totals[5:], torch.stack([outcome.signal, outcome.length]))
     new = torch.cat([totals[:5] + sums, recent])
     return new if ok is None else torch.where(ok, new, skipped(totals))
+
+
+def _added_numbers(totals: Tensor, outcome: Outcome) -> Tensor:
+    """The same of Python's numbers, on the host."""
+    *old, signal, length = totals.tolist()
+    new = [1.0, 0.0, outcome.surrogate, outcome.signal, outcome.length]
+    recent = [summary.recent(signal, outcome.signal), summary.recent(length, outcome.length)]
+    return totals.new_tensor([*(a + b for a, b in zip(old, new, strict=True)), *recent])
 
 
 def updates(totals: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,18 +14,15 @@ from sgdol.free import Settings, State
 from sgdol.metrics import RMS
 from sgdol.torch import _checkpoint as checkpoint
 from sgdol.torch._base import WatchingOptimizer
+from sgdol.torch._elsewhere import Elsewhere
 from sgdol.torch._evaluations import Evaluation, Evaluator, Here, loss_of, root
 from sgdol.torch._free_options import SHARED, Group, checked, of_this_version, refuse_other_shapes
 from sgdol.torch._tensors import real_view
 from sgdol.torch._vectors import Space, Vector, dot, numbers
+from sgdol.torch._whereabouts import Whereabouts
 from sgdol.torch._world import Finder, World
 
 __all__ = ["SGDOLFree"]
-
-WHOLE = 1 << 14
-SAMPLED = 256
-"""A point of at most so many coordinates is compared whole, of a larger one about so many of them, to notice that
-somebody else has moved it."""
 
 
 class SGDOLFree(WatchingOptimizer):
@@ -110,7 +106,7 @@ class SGDOLFree(WatchingOptimizer):
         self._calls: Evaluator | None = None
         self._space: Space | None = None
         self._vectors: dict[str, Vector] = {}
-        self._left: tuple[Space, list[int], Vector] | None = None
+        self._whereabouts = Whereabouts()
         self._turn = False
 
     # The public face --------------------------------------------------------------------------------------------------
@@ -144,19 +140,20 @@ class SGDOLFree(WatchingOptimizer):
             if not now.finite:
                 self._evaluator().undo()
             state = state._replace(evaluations=state.evaluations + 1)
-            state, here, now = self._advance(state, here, now, closure)
+            elsewhere = Elsewhere(self._evaluator(), closure, self._settings, self._vector)
+            state, here, now = elsewhere.advance(state, here, now)
         except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C there
             self._evaluator().undo()
             if here is not None:
                 here.space.put(here.x)
-                self._remember_where(here)
+                self._whereabouts.remember(here)
             raise
         if now.finite and state.first_norm > 0:
             state = self._move(state, here, now)
         elif not now.finite:
             state = state._replace(skipped=state.skipped + 1)
         self._keep_rule(state, now.k)
-        self._remember_where(here)
+        self._whereabouts.remember(here)
         return result
 
     @contextmanager
@@ -167,12 +164,10 @@ class SGDOLFree(WatchingOptimizer):
         :func:`torch.optim.swa_utils.update_bn` inside.
         """
         if self._space is not None:
-            self._refuse_moved(self._space, self._space.point("there"))
+            self._whereabouts.refuse_moved(self._space, self._space.point("there"))
         with super()._averaged():
             yield
-        if self._left is not None:
-            space, _, left = self._left
-            self._left = (space, _versions(space), left)
+        self._whereabouts.written()
 
     def averaged_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """``model.state_dict()`` with the averaged parameters in it: what to save for use. Buffers are the model's.
@@ -214,7 +209,7 @@ class SGDOLFree(WatchingOptimizer):
 
     def moved(self) -> None:
         """Say that you changed the parameters a little on purpose (clipping, projecting): go on from where they are."""
-        self._left = None
+        self._whereabouts = Whereabouts()
 
     def restart(self) -> None:
         """Forget everything, as if newly constructed; for instance after other weights were loaded into the model."""
@@ -267,7 +262,7 @@ class SGDOLFree(WatchingOptimizer):
         self._refuse_sparse(space.params)
         self._turn = not self._turn  # the memory of the last point is still needed
         here = Here(space, space.point(f"x, {self._turn}"), None)
-        self._refuse_moved(space, here.x)
+        self._whereabouts.refuse_moved(space, here.x)
         metric = self._metric()
         if state.updates == 0:
             for group in self.param_groups:
@@ -280,86 +275,14 @@ class SGDOLFree(WatchingOptimizer):
             here = here._replace(inverse=space.inverse_diagonal(metric, self._vector("squares"), weight, []))
         return here, self._evaluator().measure(here, result)
 
-    def _advance(
-        self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]
-    ) -> tuple[State, Here, Evaluation]:
-        """Decide where to step from. The parameters are there afterwards, and its gradient is in ``.grad``."""
-        if state.updates == 0:
-            if not now.finite or now.norm == 0:
-                return state, here, now
-            state = self._begin(state, here, now, closure)
-        elif free.alarm(state, now.loss, self._settings):
-            state, here, now = self._guard(state, here, now, closure)
-        state, looks = free.wants_look_back(state, now.norm if now.finite else math.nan, self._settings)
-        return self._look_back(state, here, now, closure) if looks else (state, here, now)
-
-    def _begin(self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]) -> State:
-        """The first point: check the closure, and measure M along the gradient by a difference of gradients."""
-        self._evaluator().refuse_another_batch(here, now, self._evaluator().again(closure, here))
-        direction = here.sharp(now.g, "direction")
-        bracket = free.first_probe(now.norm, here.length(here.x), now.loss, self._settings)
-        while not bracket.told and bracket.count < self._settings.probes:
-            share = -bracket.length / now.norm / self._evaluator().unit
-            here.space.put([torch.add(x, d, alpha=share) for x, d in zip(here.x, direction, strict=True)])
-            probed = self._evaluator().again(closure, here)
-            change = (
-                self._evaluator().norm(here, here.difference(probed.g, now.g, "y")) / now.norm
-                if probed.finite
-                else math.inf
-            )
-            bracket = free.next_probe(bracket, change, self._settings)
-        self._go_to(here, now)
-        state = state._replace(evaluations=state.evaluations + 1 + bracket.count)
-        return free.begin(state, bracket.curvature * now.norm, now.norm)
-
-    def _guard(
-        self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]
-    ) -> tuple[State, Here, Evaluation]:
-        """The loss has jumped: go back to the average if this batch is fine there."""
-        here.space.put(self._vector("average"))
-        there = here._replace(x=here.space.point("there"))
-        found = self._evaluator().again(closure, here)
-        state = state._replace(evaluations=state.evaluations + 1)
-        if found.finite and free.confirms(state, now.loss, found.loss, self._settings):
-            return free.roll_back(state, self._settings), there, found
-        self._go_to(here, now)
-        return state, here, now
-
-    def _look_back(
-        self, state: State, here: Here, now: Evaluation, closure: Callable[[], Any]
-    ) -> tuple[State, Here, Evaluation]:
-        """Evaluate this batch before the last step as well, and stay there if the step was too long."""
-        before = here._replace(x=self._vector("previous"))
-        here.space.put(before.x)
-        found = self._evaluator().again(closure, here)
-        state = state._replace(evaluations=state.evaluations + 1)
-        rejected = False
-        if found.finite:
-            s, y = here.difference(here.x, before.x, "s"), here.difference(now.g, found.g, "y")
-            length = here.length(s)
-            for along in s if length > 0 else ():
-                along.div_(length)
-            y_along, q_along, yy = numbers(dot(y, s), dot(found.g, s), dot(y, here.sharp(y)))
-            y_along = y_along / self._evaluator().unit if now.finite else math.nan
-            state, rejected = free.look_back(
-                state,
-                y_along,
-                root(yy) / self._evaluator().unit,
-                length,
-                q_along / self._evaluator().unit,
-                self._settings,
-            )
-        if rejected:
-            for x, start in zip(here.x, before.x, strict=True):
-                x.copy_(start)
-            return state, here, found
-        self._go_to(here, now)
-        return state, here, now
-
     def _move(self, state: State, here: Here, now: Evaluation) -> State:
         """Move along the momentum direction, and learn from the gradients; ``here.x`` goes along. Calls no closure."""
         options = self.param_groups[0]
         beta, unit = options["momentum"], self._evaluator().unit
+        clipped = free.clipping(state, now.norm, self._usual(here, state), self._settings)
+        if clipped < 1:
+            for g in now.g:
+                g.mul_(clipped)
         m = self._vector("momentum")
         for old, g in zip(m, now.g, strict=True):
             torch.mul(g, 1 - beta, out=old) if state.momentum_weight == 0 else old.lerp_(g, 1 - beta)
@@ -370,7 +293,7 @@ class SGDOLFree(WatchingOptimizer):
         decays = {p: group["weight_decay"] for group in self.param_groups for p in group["params"]}
         decay = max(decays.values())
         state = free.choose_step(state, direction_norm, decay, self._settings)
-        state = free.observe(state, now.norm, now.squares, now.k, self._settings)
+        state = free.observe(state, now.norm, now.squares, now.k, clipped, self._settings)
         # The average is over the points that steps start from: of none that is taken back afterwards.
         share = weight_in_average(state.updates, options["averaging"])
         x = here.x
@@ -388,12 +311,12 @@ class SGDOLFree(WatchingOptimizer):
                 v.mul_(metric.decay).addcmul_(g, g)
         return state
 
-    # Evaluating -------------------------------------------------------------------------------------------------------
-
-    def _go_to(self, here: Here, now: Evaluation) -> None:
-        """Back to this point, with its gradient in ``.grad``."""
-        here.space.put(here.x)
-        here.space.put_gradients(now.g, self._evaluator().factor)
+    def _usual(self, here: Here, state: State) -> float | None:
+        """The root of the mean of the past ||g||^2, all in this norm; None if the metric does not remember them."""
+        if here.inverse is None or state.updates < self._settings.clip_from:
+            return None
+        squares = numbers(dot(self._vector("squares"), here.inverse))[0]
+        return root(squares / _geometric_sum(self._metric().decay, state.updates)) / self._evaluator().unit
 
     # Numbers and vectors ----------------------------------------------------------------------------------------------
 
@@ -447,27 +370,6 @@ class SGDOLFree(WatchingOptimizer):
         self._evaluator()
         return super()._world()
 
-    # Misuse -----------------------------------------------------------------------------------------------------------
-
-    def _remember_where(self, here: Here) -> None:
-        x = here.space.point("left") if here.space.narrow else here.x
-        self._left = (here.space, _versions(here.space), _samples(here.space, x))
-
-    def _refuse_moved(self, space: Space, x: Vector) -> None:
-        if self._left is None:
-            return
-        was_in, versions, left = self._left
-        if was_in is not space:
-            space, x = was_in, was_in.point("there")
-        now = zip(_samples(space, x), left, strict=True)
-        if versions == _versions(space) and all(torch.equal(a, b) for a, b in now):
-            return
-        raise RuntimeError(
-            "the parameters were changed by something else since the last step of SGDOLFree, which compares points and "
-            "would be misled. If that was on purpose, say so: opt.moved() after clipping or projecting, opt.restart() "
-            "after loading other weights"
-        )
-
     # Saving and loading -----------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -492,13 +394,3 @@ class SGDOLFree(WatchingOptimizer):
 def _geometric_sum(ratio: float, count: int) -> float:
     """1 + ratio + ... + ratio^(count - 1)."""
     return float(count) if ratio == 1 else (1 - ratio**count) / (1 - ratio)
-
-
-def _versions(space: Space) -> list[int]:
-    """How often the parameters were written to, of a model that is too large to be compared whole."""
-    return [] if space.size <= WHOLE else [p._version for p in space.params]
-
-
-def _samples(space: Space, x: Vector) -> Vector:
-    """The point itself, whose memory is kept, or a few coordinates of a large one."""
-    return x if space.size <= WHOLE else [flat[:: max(1, flat.numel() // SAMPLED)].clone() for flat in x]

@@ -270,8 +270,8 @@ class Geometry:
             sums = sums / torch.where(weights > 0, weights, 1)
         else:
             local_sizes = [s[0].numel() for s in states.values()]
-            means = [metric.mean_square(s, torch.zeros_like(s[0])) for s in states.values()]
-            sums = stacked([torch.as_tensor(m) for m in means], like).nan_to_num() * like.new_tensor(local_sizes)
+            each = [metric.mean_square(s, torch.zeros_like(s[0])) for s in states.values()]
+            sums = stacked([torch.as_tensor(m) for m in each], like).nan_to_num() * like.new_tensor(local_sizes)
         sums = self._world().total(params, sums.unsqueeze(0))[0]
         means, overall = sums / numel, sums.sum() / numel.sum()
         self._overalls.append((metric, overall))

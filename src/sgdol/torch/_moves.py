@@ -61,13 +61,13 @@ def _move_by_numbers(
         for i in narrow:
             move_guarded(group, xs[i], vectors[i], scale, torch.tensor(etas[i], dtype=torch.float64), None)
         chosen = [i for i in range(len(xs)) if i not in narrow]
-        xs, vectors, etas = ([each[i] for i in chosen] for each in (xs, vectors, etas))
+        xs, vectors, etas = [xs[i] for i in chosen], [vectors[i] for i in chosen], [etas[i] for i in chosen]
         types = {x.dtype for x in xs}
     many = len(xs) > 1 and group["foreach"] is not False and etas.count(etas[0]) == len(etas)
     if many and len(types) == 1 and types == {v.dtype for v in vectors}:
         if decay:
-            torch._foreach_mul_(xs, 1 - etas[0] * decay)
-        torch._foreach_add_(xs, vectors, alpha=sign * etas[0])
+            torch._foreach_mul_(list(xs), 1 - etas[0] * decay)
+        torch._foreach_add_(list(xs), list(vectors), alpha=sign * etas[0])
         return
     for x, v, eta in zip(xs, vectors, etas, strict=True):
         if decay:

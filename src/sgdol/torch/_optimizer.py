@@ -32,61 +32,82 @@ __all__ = ["SGDOL"]
 class SGDOL(WatchingOptimizer):
     r"""Stochastic gradient descent that learns its step size online (Zhuang, Cutkosky and Orabona, ICML 2019).
 
-    Each update has k >= 2 independent stochastic gradients at the same point. From them come the direction d_t and the
-    surrogate loss :math:`\ell_t(\eta) = \frac{M \eta^2}{2} n_t - \eta u_t` (equation 3), whose expectation bounds the
-    decrease of the objective (Theorem 1). FTRL on these losses gives
+    Each update has k >= 2 independent stochastic gradients at the same point. From them come the direction d_t, its
+    signal u_t and its squared length n_t, and an online learner chooses the multiplier s_t of the base rate:
 
-    .. math:: s_t = \mathrm{clip}\!\left(\frac{\alpha + \sum_{j<t} u_j}{\alpha + \sum_{j<t} n_j}, 0, 2\right),
-        \qquad x_{t+1} = x_t - \mathrm{lr} \cdot s_t \, d_t, \qquad \mathrm{lr} = 1/M,
+    .. math:: x_{t+1} = x_t - \mathrm{lr} \cdot s_t \, d_t, \qquad \mathrm{lr} = 1/M.
 
-    so the step size stays at lr while the gradients agree with each other and falls as they get noisy.
+    **By default** it is SGD with momentum, ``torch.optim.SGD(lr=lr * (1 - momentum), momentum=momentum)``, until the
+    curvature that is measured along its steps says that they are too long; then s falls
+    (:class:`sgdol.learners.MeasuredCurvature`). That has been measured, not proved: no step is longer than lr.
+
+    **With a proof**, ``SGDOL(params, smoothness=M, **sgdol.PAPER)`` is Algorithm 1 of the paper, whose surrogate losses
+    :math:`\ell_t(\eta) = \frac{M \eta^2}{2} n_t - \eta u_t` (equation 3) bound the decrease of the objective in
+    expectation (Theorem 1), with FTRL as its learner (Theorem 4):
+
+    .. math:: s_t = \mathrm{clip}\!\left(\frac{\alpha + \sum_{j<t} u_j}{\alpha + \sum_{j<t} n_j}, 0, 2\right).
+
+    The theorems hold for the symmetric estimator, for blocks and in a metric as well, not with momentum
+    (:mod:`sgdol.theory`).
 
     The independent gradients come from your training loop, in whichever way it already works:
 
-    * several ``backward()`` calls before ``step()`` (gradient accumulation): each is one gradient;
+    * several ``backward()`` calls before ``step()`` (gradient accumulation): each is one gradient.
+      :func:`sgdol.torch.backward` splits a batch for loops that have none;
     * DistributedDataParallel and fully_shard (FSDP2): each rank's gradient before it is averaged is one;
     * one ``backward()`` per ``step()``: the first call holds its gradient, the second updates (see :attr:`pending`);
-    * ``step(closure)``: the closure draws a fresh batch at each call and is called as often as needed.
+    * ``step(closure)``: the backward passes inside the closure, which is called once.
 
     They must be independent draws of the *same* objective. The same batch twice, or two different loss terms in two
     ``backward()`` calls, are not.
 
     Args:
-        params: parameters or parameter groups. Groups may differ in lr, momentum, weight_decay and maximize.
-        lr: 1/M, the base rate: the first step size, and half of the largest. A float or a tensor; schedulers may move
-            it.
+        params: parameters or parameter groups. Every option below may stand in a group. Groups whose granularity is
+            ``"global"`` share a step size if they agree in learner, alpha and kappa.
+        lr: 1/M, the base rate: the first step size, and the largest (with the paper's learner half of the largest). A
+            float or a tensor; schedulers may move it.
         smoothness: M, instead of lr.
         alpha: how strongly the learner holds on to lr at first, in units of squared gradient norm; a number per block,
-            or None for the squared norm of the first direction (each block its even share by size), which makes the
-            trajectory equivariant to rescaling the objective and the parameters. The paper's experiments use 10.
+            or None for kappa times the squared norm of the first gradient (each block its even share by size), which
+            makes the trajectory equivariant to rescaling the objective and the parameters. The paper uses 10.
+        kappa: see alpha; None for 10 with a learner that uses hindsight, as the default does, else 1.
         estimator: ``"symmetric"`` moves along the mean of all k gradients; ``"paper"`` is Algorithm 1: it moves along
             the first gradient and uses the second only to measure.
         granularity: how many step sizes are learned: ``"global"`` (one), ``"group"`` (one per parameter group),
             ``"tensor"`` (one per parameter tensor) or ``"coordinate"`` (one per scalar, section 6 of the paper).
-        momentum: beta in [0, 1) of :math:`d_t = m_t/(1-\beta^t)`, :math:`m_t = \beta m_{t-1} + (1-\beta) \bar g_t`.
+        momentum: beta in [0, 1) of :math:`m_t = \beta m_{t-1} + (1-\beta) \bar g_t`: an average, where torch's SGD has
+            a sum, so that the lr of a script with SGD is to be divided by 1 - beta.
+        bias_correction: whether d_t is :math:`m_t/(1-\beta^t)` or :math:`m_t`; None for the latter with a learner that
+            uses hindsight: a first step of full length is too long for a rate at the limit.
+        statistics: with momentum, whose (u, n) the learner sees: those of d_t (``"direction"``), or those of the
+            gradients alone (``"gradient"``), with which FTRL's eta falls sooner under heavy noise.
+        epoch: how many updates an epoch has, where batches are drawn without replacement from few samples
+            (``len(loader)`` if each batch is an update): u is corrected for it. None with replacement.
         weight_decay: decoupled: :math:`x \leftarrow x - \eta_t (d_t + \mathrm{weight\_decay} \cdot x)`.
-        learner: an online learner from :mod:`sgdol.learners`; None for FTRL, the paper's.
+        averaging: None, or the power a >= 0 of a polynomial average of the iterates (see :meth:`averaged`); 8 is usual.
+        learner: an online learner from :mod:`sgdol.learners`; None for MeasuredCurvature.
+        metric: ``"euclidean"``, ``"rms"``, ``"adagrad"`` or an object of :mod:`sgdol.metrics`: the norm in which
+            gradients are measured and directions made. All but the first keep a vector.
         maximize: ascend instead.
         foreach: update many tensors at once (more memory, fewer kernel launches) or one by one; None for what suits the
             device.
-        kappa: how many times the first squared direction alpha is, if alpha is None: the larger, the longer the step
-            size stays near lr. 10 suits networks, whose early gradients are mostly noise; 1 noisy convex problems.
-        statistics: with momentum, whose (u, n) the learner sees: those of d_t (``"direction"``), or those of the
-            gradients alone (``"gradient"``), with which eta falls sooner under heavy noise: momentum hides noise from n
-            that stays correlated over the steps.
-        averaging: None, or the power a >= 0 of a polynomial average of the iterates (see :meth:`averaged`); 8 is usual.
 
     >>> import torch
     >>> _ = torch.manual_seed(0)
     >>> x = torch.nn.Parameter(torch.tensor([3.0, -4.0]))
-    >>> opt = SGDOL([x], lr=0.5)
-    >>> for _ in range(100):
+    >>> opt = SGDOL([x], lr=50.0)  # with this momentum, a constant step diverges from 38 on
+    >>> for _ in range(200):
     ...     for _ in range(2):  # two independent noisy gradients of ||x||^2 / 2
-    ...         ((x * x).sum() / 2 + (torch.randn(2) * x).sum()).div(2).backward()
+    ...         ((x * x).sum() / 2 + 0.1 * (torch.randn(2) * x).sum()).div(2).backward()
     ...     opt.step(); opt.zero_grad()
-    >>> bool(opt.param_groups[0]["step_size"] < 0.4), bool(x.norm() < 1)
+    >>> bool(opt.param_groups[0]["step_size"] < 20), bool(x.norm() < 1)
     (True, True)
     """
+
+    _pair: HeldPair
+    _sources: list[Source]
+    _statistics: Statistics
+    _taking_part: list[Tensor]
 
     def __init__(
         self,
@@ -360,7 +381,7 @@ class SGDOL(WatchingOptimizer):
         """The parts of which this optimizer is made, on its groups and state as they are now."""
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         self._blocks = None
-        self._taking_part: list[Tensor] = []
+        self._taking_part = []
         super()._assemble()
         geometry, groups, state = self._geometry, self.param_groups, self.state
         assert self._finder is not None
@@ -372,7 +393,7 @@ class SGDOL(WatchingOptimizer):
 
         wishes = _Wishes(self._group_of)
         self._pair = HeldPair(groups, state, geometry, world, wishes)
-        self._sources: list[Source] = [self._pair, Passes(self._recorder, geometry, world, wishes)]
+        self._sources = [self._pair, Passes(self._recorder, geometry, world, wishes)]
         learners = self._learners
         self._statistics = Statistics(
             groups, state, geometry, world, lambda group: uses_hindsight(learners[group["learner"]])

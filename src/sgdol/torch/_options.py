@@ -56,6 +56,7 @@ DEFAULTS: dict[str, Any] = {
 OPTIONS = tuple(DEFAULTS)
 
 LEARNED_WITH = (
+    "learner",  # first, because others follow from it
     "alpha",
     "kappa",
     "estimator",
@@ -63,7 +64,6 @@ LEARNED_WITH = (
     "bias_correction",
     "statistics",
     "averaging",
-    "learner",
     "metric",
 )
 """What has been learned means something only with the same of these: a saved state is refused by another."""
@@ -154,8 +154,8 @@ def _check_learner(value: Any) -> Learner:
 def _check_epoch(value: Any, estimator: str) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 2:
-        raise ValueError(f"epoch must be a whole number of updates, at least 2, or None, got {_cut(value)}")
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 2 <= value < 2**31:
+        raise ValueError(f"epoch must be a whole number of updates, from 2 to 2^31 - 1, or None, got {_cut(value)}")
     if estimator == "paper":
         raise ValueError('epoch corrects estimator="symmetric", got estimator="paper"')
 

@@ -68,7 +68,7 @@ def squared_norms(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     first = tensors[0]
     plain = first.dtype not in NARROW and not first.is_complex()
     if len(tensors) > 1 and plain and all(t.dtype == first.dtype and t.device == first.device for t in tensors):
-        lengths = torch._foreach_norm(tensors)
+        lengths = torch._foreach_norm(list(tensors))
         together = stacked(lengths, like)
         if _may_look(lengths[0]):
             low, high = together.aminmax()

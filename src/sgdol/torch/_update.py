@@ -160,9 +160,9 @@ def _shown(blocks: Blocks, eta: Tensor, lengths: Tensor, multipliers: Tensor, ra
 # One step size per coordinate -----------------------------------------------------------------------------------------
 
 
-def _coordinate_alphas(blocks: Blocks, like: Tensor, ok: Tensor | None) -> dict[str, Any]:
+def _coordinate_alphas(blocks: Blocks, like: Tensor, ok: Tensor | None) -> dict[int, Any]:
     """Alpha of the groups that have one step size per coordinate, as numbers where the host may look."""
-    found: dict[str, Any] = {}
+    found: dict[int, Any] = {}
     for row in blocks.coordinates:
         place = blocks.group_of[row]
         if place not in found:

@@ -1,30 +1,225 @@
-"""Lightning: a callback that logs what SGDOL learns.
+"""Lightning: callbacks that split batches, evaluate and save at the average, and log what is learned.
 
-``configure_optimizers`` returns an ordinary ``sgdol.SGDOL``; nothing else is needed. Lightning gives ``step()`` a
-closure that runs ``training_step`` on the batch of the moment, however often it is called, so SGDOL calls it once: with
-``accumulate_grad_batches=k`` each batch is one of k gradients, without it two consecutive batches make an update and
-``trainer.global_step`` advances by two. Each batch passes through the model once. The same holds for manual
-optimization.
+``configure_optimizers`` returns an ordinary ``sgdol.SGDOL`` or ``sgdol.SGDOLFree``; optimization is automatic.
 
-Lightning divides the loss by ``accumulate_grad_batches`` also where an epoch ends with fewer batches, as it does for
-every optimizer: choose a number that divides the batches of an epoch, for instance with ``limit_train_batches``.
+* :class:`Microbatches` runs ``training_step`` on the halves of each batch, so that every step has two independent
+  gradients. SGDOLFree needs it; with SGDOL every batch is then an update.
+* :class:`AveragedWeights` validates at the average and saves it in checkpoints: for SGDOLFree, and for SGDOL with
+  ``averaging``.
+* :class:`StepSizeMonitor` logs the learned step size.
+
+Without :class:`Microbatches`, SGDOL takes each batch as one of k gradients with ``accumulate_grad_batches=k``; without
+accumulation two consecutive batches make an update and ``trainer.global_step`` advances by two. The same holds for
+manual optimization. Each batch passes through the model once. Lightning divides the loss by
+``accumulate_grad_batches`` also where an epoch ends with fewer batches, as it does for every optimizer: choose a number
+that divides the batches of an epoch, for instance with ``limit_train_batches``.
 """
 
 # ruff: noqa: E402  # what is missing is said before anything needs it
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgdol._extras import require
 
 require("sgdol.trainers.lightning", "trainers", "lightning")
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
-from sgdol.torch import Log
+from sgdol.torch import Log, SGDOLFree
+from sgdol.torch._backward import split
+from sgdol.trainers._average import Average, put_back
+from sgdol.trainers._parts import check_parts, refuse_clipping
 
-__all__ = ["StepSizeMonitor"]
+__all__ = ["AveragedWeights", "Microbatches", "StepSizeMonitor"]
+
+ITERATE = "sgdol_iterate"
+"""Where a checkpoint has the weights that training goes on from."""
+
+
+class Microbatches(Callback):
+    """Runs ``training_step`` and ``backward`` on parts of each batch: several independent gradients for every step.
+
+    With SGDOLFree and ``accumulate_grad_batches=k`` the k batches are the parts: they pass through the model together
+    at the last of them, and again wherever SGDOLFree evaluates them. SGDOL with accumulation has its gradients
+    already, and so has either on several ranks: nothing is split there.
+
+    ``training_step`` has to return the mean loss over the samples that it is given, as a tensor or as ``"loss"`` in a
+    dict. What it logs is logged for every part, and not again when SGDOLFree evaluates the batch at another point; a
+    metric object that it updates itself sees those evaluations too.
+
+    Args:
+        parts: into how many parts a batch is split along the first axis of its tensors, at least 2.
+
+    >>> from lightning.pytorch import Trainer
+    >>> callbacks = [Microbatches(), AveragedWeights()]
+    >>> trainer = Trainer(accelerator="cpu", callbacks=callbacks, logger=False, enable_progress_bar=False)
+    """
+
+    def __init__(self, parts: int = 2) -> None:
+        super().__init__()
+        self.parts = check_parts(parts)
+        self._earlier: list[tuple[Any, ...]] = []
+        self._index = 0
+        self._evaluated = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse what cannot be, and put the split in front of ``training_step``."""
+        optimizer = _optimizer(trainer, "Microbatches")
+        free = isinstance(optimizer, SGDOLFree)
+        if not pl_module.automatic_optimization:
+            raise TypeError("Microbatches is for automatic optimization; in a loop by hand use sgdol.torch.backward")
+        if free:
+            _refuse_what_free_cannot(trainer)
+        if trainer.world_size > 1 or (trainer.accumulate_grad_batches > 1 and not free):
+            return
+        step, zero_grad = pl_module.training_step, pl_module.optimizer_zero_grad
+        self._earlier = []
+
+        @functools.wraps(step)
+        def training_step(*arguments: Any) -> Any:
+            if self._accumulates(trainer):
+                warnings.filterwarnings("ignore", message="`training_step` returned `None`")  # it is on purpose
+                self._earlier.append(arguments)
+                return None
+            zero_grad(trainer.current_epoch, self._index, optimizer)
+            return self._run(trainer, pl_module, step, arguments)
+
+        pl_module.training_step = training_step  # type: ignore[method-assign]
+        # Lightning calls it after training_step, which would lose all parts but the last.
+        pl_module.optimizer_zero_grad = _nothing  # type: ignore[method-assign]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Another batch, which nobody has evaluated."""
+        self._index, self._evaluated = batch_idx, False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The step is done: forget its batches."""
+        if not self._accumulates(trainer):
+            self._earlier = []
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the split away again."""
+        for name in ("training_step", "optimizer_zero_grad"):
+            vars(pl_module).pop(name, None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Take the split away again."""
+        self.on_train_end(trainer, pl_module)
+
+    def _accumulates(self, trainer: Trainer) -> bool:
+        """Whether more batches come before the step; Lightning steps at the end of an epoch whatever there is."""
+        count = self._index + 1
+        final = trainer.is_last_batch or count >= trainer.num_training_batches
+        return count % trainer.accumulate_grad_batches > 0 and not final
+
+    def _run(
+        self, trainer: Trainer, pl_module: LightningModule, step: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> Any:
+        """All parts forwards, and all but the last backwards, which is left to Lightning with the loss of them all."""
+        if self._earlier:
+            passes = [(1 / (len(self._earlier) + 1), each) for each in (*self._earlier, arguments)]
+        else:
+            passes = [(share, (part, *arguments[1:])) for share, (part,) in split(arguments[:1], self.parts)]
+        total = torch.zeros((), device=pl_module.device)
+        if self._evaluated:
+            pl_module.log = _nothing  # type: ignore[method-assign]
+        try:
+            for number, (share, each) in enumerate(passes, start=1):
+                output = step(*each)
+                loss = output["loss"] if isinstance(output, Mapping) else output
+                if loss is None:
+                    raise TypeError(
+                        "with Microbatches training_step must return the mean loss of each part of a batch, got None"
+                    )
+                loss = loss * share
+                if number < len(passes):
+                    with torch.autocast(pl_module.device.type, enabled=False):
+                        trainer.strategy.backward(loss, None)
+                total = total.detach() + loss
+        finally:
+            vars(pl_module).pop("log", None)
+        self._evaluated = True
+        total = total * trainer.accumulate_grad_batches  # which Lightning divides by
+        return {**output, "loss": total} if isinstance(output, Mapping) else total
+
+
+class AveragedWeights(Callback):
+    """Validates at the average, saves it in checkpoints, and leaves it in the model at the end of ``fit``.
+
+    The optimizer has to average: SGDOLFree does, SGDOL with ``averaging=8``. ``checkpoint["state_dict"]`` is the
+    average, so ``load_from_checkpoint``, ``trainer.test(ckpt_path="best")`` and every other tool get that one; the
+    weights that training goes on from stand beside it, and resuming by ``fit(ckpt_path=...)`` with this callback is
+    exact. Only parameters are averaged: a model with BatchNorm keeps the statistics of the iterates.
+
+    >>> from lightning.pytorch import Trainer
+    >>> trainer = Trainer(accelerator="cpu", callbacks=[AveragedWeights()], logger=False, enable_progress_bar=False)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._average = Average()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make sure that there is an average; from here on the weights in the model are those of the training."""
+        optimizer = _optimizer(trainer, "AveragedWeights")
+        if optimizer.defaults.get("averaging") is None:
+            raise ValueError("AveragedWeights needs averages, got averaging=None: construct SGDOL with averaging=8")
+        self._average = Average()
+        save = pl_module.on_save_checkpoint
+
+        def on_save_checkpoint(checkpoint: dict[str, Any]) -> None:
+            if "optimizer_states" not in checkpoint:  # save_weights_only: Lightning asks no callback
+                self._save(trainer, checkpoint)
+            save(checkpoint)
+
+        pl_module.on_save_checkpoint = on_save_checkpoint  # type: ignore[method-assign]
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the average in."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._average.enter(_optimizer(trainer, "AveragedWeights"))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take it out again."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._average.leave()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the average in, for good."""
+        self._average.enter(_optimizer(trainer, "AveragedWeights"))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the module as it was."""
+        vars(pl_module).pop("on_save_checkpoint", None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Go back to the weights of the training, also from the midst of a validation."""
+        self._average.leave()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save the average as the model, and the iterate beside it."""
+        checkpoint[ITERATE] = self._average.iterate(pl_module)
+        self._save(trainer, checkpoint)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Go on from the iterate; to test or to predict, the average is right."""
+        if trainer.state.fn == TrainerFn.FITTING and ITERATE in checkpoint:
+            put_back(pl_module, checkpoint[ITERATE])
+
+    def _save(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        with self._average.inside(trainer.optimizers[0] if trainer.optimizers else None):
+            state = trainer.strategy.lightning_module_state_dict()
+            checkpoint["state_dict"] = {
+                name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()
+            }
 
 
 class StepSizeMonitor(Callback):
@@ -61,7 +256,7 @@ class StepSizeMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make sure that there is something to log."""
-        _optimizer(trainer)
+        _optimizer(trainer, "StepSizeMonitor")
         self._trainer, self._steps = trainer, trainer.global_step
         self._period = getattr(trainer, "log_every_n_steps", 50) if self._every is None else self._every
 
@@ -71,7 +266,8 @@ class StepSizeMonitor(Callback):
         """Log, if the optimizer has stepped and it is time to."""
         before, self._steps = self._steps, trainer.global_step
         if self._period and self._steps // self._period > before // self._period:  # 0 is Lightning's word for never
-            self._log.record(_optimizer(trainer), self._steps - 1)  # as Lightning, which counts from 0
+            # as Lightning, which counts from 0
+            self._log.record(_optimizer(trainer, "StepSizeMonitor"), self._steps - 1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let go of the Trainer."""
@@ -90,9 +286,26 @@ class StepSizeMonitor(Callback):
             logger.log_metrics(dict(values), step=step)
 
 
-def _optimizer(trainer: Trainer) -> Any:
+def _optimizer(trainer: Trainer, asker: str) -> Any:
     found = [optimizer for optimizer in trainer.optimizers if hasattr(optimizer, "diagnostics")]
     if len(found) != 1:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers) or "none"
-        raise TypeError(f"StepSizeMonitor needs one SGDOL among the optimizers of the Trainer, which are: {kinds}")
+        raise TypeError(f"{asker} needs one SGDOL among the optimizers of the Trainer, which are: {kinds}")
     return found[0]
+
+
+def _refuse_what_free_cannot(trainer: Trainer) -> None:
+    refuse_clipping("gradient_clip_val", trainer.gradient_clip_val, "None")
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise ValueError(
+            'SGDOLFree evaluates a batch more than once, which a GradScaler does not allow: use precision="bf16-mixed"'
+        )
+    if trainer.world_size > 1 and trainer.accumulate_grad_batches > 1:
+        raise ValueError(
+            f"SGDOLFree on {trainer.world_size} ranks takes one batch of each rank per step, got "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+        )
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of a method that is not to do anything now."""

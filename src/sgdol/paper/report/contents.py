@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from sgdol.paper import convexity
 from sgdol.paper.experiments import EXPERIMENTS
 from sgdol.paper.measures import Reader
 from sgdol.paper.methods import methods
@@ -115,6 +116,20 @@ def coordinate(page: Page) -> Section:
     )
 
 
+def convex(page: Page) -> Section | None:
+    """The paper's question whether convexity helps, where ``sgdol convexity`` was run."""
+    rows = convexity.table(page.folder)
+    if not rows:
+        return None
+    return Section(
+        "convexity",
+        "Does convexity help?",
+        (convexity.PROSE,),
+        pictures=(Picture("convexity", "f - f* on convex problems", "Averages solid, last iterates dotted."),),
+        tables=(Table(convexity.HEADER, rows, numeric=(2, 3, 4, 5), name="convex problems"),),
+    )
+
+
 def readings(page: Page) -> Section:
     """What the paper leaves open."""
     return Section(
@@ -125,7 +140,14 @@ def readings(page: Page) -> Section:
     )
 
 
-SECTIONS: tuple[Callable[[Page], Section | None], ...] = (results, rates, evaluations, coordinate, readings)
+SECTIONS: tuple[Callable[[Page], Section | None], ...] = (
+    results,
+    rates,
+    evaluations,
+    coordinate,
+    convex,
+    readings,
+)
 """What makes the sections, in their order on the page."""
 
 

@@ -30,7 +30,10 @@ def curves_data(read: Reader) -> dict[str, Any]:
     described = [_experiment(read, experiment) for experiment in experiments]
     return {
         "quantities": QUANTITIES,
-        "looks": {name: {"colour": look.colour, "dashes": _dashes(look.dashes)} for name, look in LOOKS.items()},
+        "looks": {
+            name: {"colour": look.colour, "dashes": _dashes(look.dashes), "width": 1.2 * look.width}
+            for name, look in LOOKS.items()
+        },
         "experiments": [each for each in described if any(panel["curves"] for panel in each["panels"])],
     }
 

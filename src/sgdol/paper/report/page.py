@@ -100,7 +100,7 @@ def render(
             files=_files(page.folder),
             version=sgdol.__version__,
             command=command(configuration),
-            settings={name: value for name, value in vars(configuration).items() if value is not None},
+            settings=_settings(configuration),
             versions=versions(),
             times=_times(timings or {}),
         )
@@ -125,6 +125,14 @@ def _files(folder: Path) -> list[tuple[str, str, str]]:
         for name, (kind, what) in kinds.items()
         if (folder / name).exists()
     ]
+
+
+def _settings(configuration: Any) -> dict[str, Any]:
+    """What was set, in words; what was left out is left out."""
+    words = {n: ", ".join(map(str, v)) if isinstance(v, tuple) else v for n, v in vars(configuration).items()}
+    return {
+        name.replace("_", " "): value for name, value in words.items() if value not in (None, "") and value is not False
+    }
 
 
 def _times(timings: Mapping[str, float]) -> dict[str, float]:

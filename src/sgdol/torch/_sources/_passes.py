@@ -62,7 +62,8 @@ class Passes:
         """The paper's estimator for the parameters that want it: the first two of the gradients."""
         rows = list(found.gradients)
         params = [gradients.params[i] for i in rows]
-        first, second = [], []
+        first: list[Tensor] = []
+        second: list[Tensor] = []
         for i, contributions in found.gradients.items():
             scale = found.k if factors is None else found.k * factors[i].sqrt()
             for part, number in ((first, 0), (second, 1)):

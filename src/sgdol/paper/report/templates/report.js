@@ -159,7 +159,7 @@
           draw("polygon", { points: points.map((p) => p.map((c) => c.toFixed(1)).join()).join(" "), fill: colour(m), opacity: 0.13 }, svg);
         }
         draw("path", {
-          d: path(mean), fill: "none", stroke: colour(m), "stroke-width": m.startsWith("SGDOL") ? 2.6 : 1.8,
+          d: path(mean), fill: "none", stroke: colour(m), "stroke-width": data.looks[m].width,
           "stroke-dasharray": data.looks[m].dashes, "data-method": m,
         }, svg);
       }

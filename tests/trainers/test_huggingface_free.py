@@ -1,0 +1,272 @@
+"""Hugging Face's Trainer with SGDOLFree, with batches that are split, and at the average: as a loop by hand."""
+
+import os
+
+import pytest
+import torch
+from trainer_problems import make, step_by_hand
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from sgdol import SGDOLFree
+from sgdol.trainers.huggingface import Trainer
+
+BATCH = 8
+
+
+def build(dropout=0.0) -> GPT2LMHeadModel:
+    """A language model of digits, which counts tokens; the same weights each time."""
+    drop = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    size = {"vocab_size": 17, "n_positions": 64, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(GPT2Config(**size, **drop, bos_token_id=0, eos_token_id=0))
+
+
+def build_images() -> ResNetForImageClassification:
+    """A classifier with BatchNorm, whose loss is a mean over the samples."""
+    config = ResNetConfig(num_channels=1, embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic")
+    config.num_labels = 10
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return ResNetForImageClassification(config)
+
+
+@pytest.fixture(scope="module")
+def words(digits):
+    """The first half of each batch predicts less than the second."""
+    rows = (16 * digits[0][: 12 * BATCH]).long()
+    dataset = [{"input_ids": row, "labels": row.clone()} for row in rows]
+    for number, row in enumerate(dataset):
+        row["labels"][: 21 if number % BATCH < BATCH // 2 else 1] = -100
+    return dataset
+
+
+@pytest.fixture(scope="module")
+def images(digits):
+    pixels = digits[0][: 6 * BATCH + 3].reshape(-1, 1, 8, 8)
+    return [{"pixel_values": image, "labels": label} for image, label in zip(pixels, digits[1], strict=False)]
+
+
+def arguments(tmp_path, **options) -> TrainingArguments:
+    quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "use_cpu": True}
+    free = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    size = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": 2 * BATCH, "seed": 0}
+    return TrainingArguments(str(tmp_path), **{**quiet, **free, **size, **options})
+
+
+def stacked(rows):
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def by_hand(kind, model, steps, summed=False):
+    """The loop that is promised, written out: each step has its parts. Returns the optimizer and the losses.
+
+    A part counts as much as it predicts, be it that the model divides a sum or that it returns a mean.
+    """
+    model.train()
+    opt = make(kind, model.parameters())
+    losses = []
+    for parts in steps:
+        counts = [part["labels"].ne(-100).sum().item() for part in parts]
+        divisors = [1.0 if summed else sum(counts) / count for count in counts]  # as the Trainer, to the last bit
+        options = {"num_items_in_batch": sum(counts)} if summed else {}
+
+        def objective(part, divisor, options=options):
+            return model(**part, **options).loss / divisor
+
+        weighted = list(zip(parts, divisors, strict=True))
+        losses.append(step_by_hand(kind, opt, weighted, [1.0] * len(parts), objective).item())
+    return opt, losses
+
+
+def same_weights(model, other):
+    return all(torch.equal(p, q) for p, q in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def chunks(rows, size):
+    return [stacked(rows[i : i + size]) for i in range(0, len(rows), size)]
+
+
+def logged(trainer, name="loss"):
+    return [row[name] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("kind", ["free", "base"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_model_that_counts_tokens_trains_as_by_hand(tmp_path, words, kind, accumulate):
+    model, hand = build(), build()
+    args = arguments(
+        tmp_path, num_train_epochs=1, gradient_accumulation_steps=accumulate, train_sampling_strategy="sequential"
+    )
+    opt = make(kind, model.parameters())
+    trainer = Trainer(model, args, train_dataset=words, optimizers=(opt, None))
+    trainer.train()
+    parts = chunks(words, BATCH if accumulate == 2 else BATCH // 2)
+    steps = [parts[i : i + 2] for i in range(0, len(parts), 2)]
+    hand_opt, losses = by_hand(kind, hand, steps, summed=accumulate > 1)
+    assert opt.diagnostics() == hand_opt.diagnostics()
+    assert opt.diagnostics()["gradients"] == 2
+    assert opt.diagnostics()["updates"] == trainer.state.global_step == len(steps)
+    with hand_opt.averaged():
+        assert same_weights(model, hand)
+    assert logged(trainer) == pytest.approx(losses, rel=1e-6)
+    assert logged(trainer, "sgdol/step_size")[-1] == opt.diagnostics()["step_size"][0]
+    assert min(logged(trainer, "grad_norm")) > 0
+
+
+@pytest.mark.parametrize("kind", ["free", "base"])
+def test_a_mean_over_samples_is_weighted_by_samples(tmp_path, images, kind):
+    """The last batch has three of them."""
+    model, hand = build_images(), build_images()
+    args = arguments(tmp_path, num_train_epochs=2, train_sampling_strategy="sequential")
+    opt = make(kind, model.parameters())
+    Trainer(model, args, train_dataset=images, optimizers=(opt, None)).train()
+    parts = chunks(images[: 6 * BATCH], BATCH // 2)
+    steps = [parts[i : i + 2] for i in range(0, len(parts), 2)]
+    steps.append([stacked(images[6 * BATCH : 6 * BATCH + 1]), stacked(images[6 * BATCH + 1 :])])
+    hand_opt, _ = by_hand(kind, hand, 2 * steps)
+    with hand_opt.averaged():
+        assert same_weights(model, hand)
+    assert opt.diagnostics() == hand_opt.diagnostics()
+
+
+@pytest.mark.parametrize(("kind", "accumulate", "stop"), [("free", 1, 14), ("free", 2, 3), ("base", 1, 5)])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, words, assert_same, kind, accumulate, stop):
+    """With shuffling, dropout and evaluations, stopped within an epoch."""
+    options = {
+        "max_steps": 18 // accumulate,
+        "gradient_accumulation_steps": accumulate,
+        "save_strategy": "steps",
+        "save_steps": stop,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+    }
+
+    def run(folder, **resume):
+        model = build(dropout=0.1)
+        opt = make(kind, model.parameters())
+        args = arguments(tmp_path / folder, **options)
+        trainer = Trainer(model, args, train_dataset=words, eval_dataset=words[:BATCH], optimizers=(opt, None))
+        trainer.train(**resume)
+        return model, opt, trainer
+
+    whole, whole_opt, whole_trainer = run("whole")
+    checkpoint = tmp_path / "whole" / f"checkpoint-{stop}"
+    resumed, resumed_opt, resumed_trainer = run("resumed", resume_from_checkpoint=str(checkpoint))
+    assert_same(resumed, resumed_opt, whole, whole_opt)
+    assert logged(resumed_trainer) == logged(whole_trainer)
+    assert len(logged(whole_trainer)) == options["max_steps"]
+
+
+class Remember(TrainerCallback):
+    """The iterate and the average at each evaluation."""
+
+    def __init__(self):
+        self.iterates, self.averages = [], []
+
+    def on_evaluate(self, args, state, control, model, optimizer, **rest):
+        self.iterates.append(model.transformer.wte.weight.detach().clone())
+        with optimizer.optimizer.averaged():
+            self.averages.append(model.transformer.wte.weight.detach().clone())
+
+
+@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("kind", ["free", "base"])
+def test_evaluation_checkpoints_and_the_end_are_at_the_average(tmp_path, words, kind, best):
+    seen = []
+
+    class Mine(Trainer):
+        def prediction_step(self, model, *args, **kwargs):
+            seen.append(model.transformer.wte.weight.detach().clone())
+            return super().prediction_step(model, *args, **kwargs)
+
+    model, remember = build(), Remember()
+    every = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
+    args = arguments(
+        tmp_path,
+        max_steps=6,
+        load_best_model_at_end=best,
+        metric_for_best_model="loss",
+        greater_is_better=True,
+        **every,
+    )
+    trainer = Mine(
+        model,
+        args,
+        train_dataset=words,
+        eval_dataset=words[:BATCH],
+        optimizers=(make(kind, model.parameters()), None),
+        callbacks=[remember],
+    )
+    trainer.train()
+    assert not torch.equal(remember.iterates[-1], remember.averages[-1])
+    assert all(torch.equal(*pair) for pair in zip(seen, remember.averages, strict=True))
+    for number, step in enumerate((3, 6)):
+        folder = tmp_path / f"checkpoint-{step}"
+        loaded = GPT2LMHeadModel.from_pretrained(folder).transformer.wte.weight
+        assert torch.equal(loaded, remember.averages[number])
+        iterate = torch.load(folder / "sgdol_iterate.pt", weights_only=True)["transformer.wte.weight"]
+        assert torch.equal(iterate, remember.iterates[number])
+    # the largest loss is called the best here, so that it is not the last one
+    expected = remember.averages[0] if best else remember.averages[1]
+    assert torch.equal(model.transformer.wte.weight, expected)
+    trainer.evaluate()
+    assert torch.equal(seen[-1], expected)
+    trainer.save_model(str(tmp_path / "final"))
+    assert torch.equal(GPT2LMHeadModel.from_pretrained(tmp_path / "final").transformer.wte.weight, expected)
+    assert not os.path.exists(tmp_path / "final" / "sgdol_iterate.pt")
+
+
+def test_training_again_goes_on_from_the_iterate(tmp_path, words, assert_same):
+    model, hand = build(), build()
+    opt = SGDOLFree(model.parameters())
+    args = arguments(tmp_path, num_train_epochs=1, train_sampling_strategy="sequential")
+    trainer = Trainer(model, args, train_dataset=words, optimizers=(opt, None))
+    trainer.train()
+    trainer.train()
+    parts = chunks(words, BATCH // 2)
+    hand_opt, _ = by_hand("free", hand, 2 * [parts[i : i + 2] for i in range(0, len(parts), 2)])
+    with hand_opt.averaged():
+        assert same_weights(model, hand)
+    assert opt.diagnostics() == hand_opt.diagnostics()
+
+
+def test_what_sgdolfree_cannot_is_said_at_construction(tmp_path):
+    with pytest.raises(ValueError, match=r"no learning rate that a scheduler could move.*got 'linear'"):
+        Trainer(build(), arguments(tmp_path, lr_scheduler_type="linear"), optimizer_cls_and_kwargs=(SGDOLFree, {}))
+    model = build()
+    with pytest.raises(ValueError, match=r"clipping would spoil: give max_grad_norm=0, got 1\.0"):
+        Trainer(model, arguments(tmp_path, max_grad_norm=1.0), optimizers=(SGDOLFree(model.parameters()), None))
+
+
+def test_a_part_in_which_nothing_is_predicted_adds_nothing(tmp_path, words):
+    rows = [{"input_ids": row["input_ids"], "labels": row["labels"].clone()} for row in words[: 2 * BATCH]]
+    for row in rows[BATCH : BATCH + BATCH // 2]:
+        row["labels"][:] = -100
+    model = build()
+    args = arguments(tmp_path, max_steps=2, train_sampling_strategy="sequential")
+    opt = SGDOLFree(model.parameters())
+    Trainer(model, args, train_dataset=rows, optimizers=(opt, None)).train()
+    assert opt.diagnostics()["updates"] == 2
+    assert opt.diagnostics()["skipped"] == 0
+
+
+def test_the_optimizer_may_be_given_by_its_class(tmp_path, words):
+    trainer = Trainer(
+        build(),
+        arguments(tmp_path, max_steps=4, weight_decay=0.1),
+        train_dataset=words,
+        optimizer_cls_and_kwargs=(SGDOLFree, {}),
+    )
+    trainer.train()
+    inner = trainer.optimizer.optimizer
+    assert inner.diagnostics()["updates"] == 4
+    assert [group["weight_decay"] for group in inner.param_groups] == [0.1, 0.0]
+    assert logged(trainer, "learning_rate") == logged(trainer, "sgdol/step_size/0")
