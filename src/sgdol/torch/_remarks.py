@@ -29,7 +29,7 @@ class Remarks:
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self._method = weakref.WeakMethod(say)  # type: ignore[arg-type]
+        self._method = weakref.WeakMethod(say)
         self._zeros = 0
         self._skips = 0
         self._several = False

@@ -45,7 +45,7 @@ class Samples:
         """Whether entries changed although no version says so, or whether it cannot be told."""
         if not self._views:
             return True
-        return not torch.equal(torch.cat(self._views), self._kept) or not self._kept.any()
+        return not torch.equal(torch.cat(self._views), self._kept) or not self._kept.any().tolist()
 
     def bent(self, slots: Collection[Slot]) -> bool:
         """Whether any of these gradients is no longer a multiple of what it was."""
@@ -61,7 +61,7 @@ class Samples:
         a, b = torch.cat([kept[i] for i in chosen]).to(wide), torch.cat(now).to(wide)
         sums = torch.zeros(3, len(chosen), dtype=wide).index_add_(1, rows, torch.stack([a * b, a * a, b * b]))
         cross, before, after = sums.unbind()
-        return bool((cross.square() < (1 - BENT) * before * after).any())
+        return bool((cross.square() < (1 - BENT) * before * after).any().tolist())
 
     def _now(self, i: int) -> Tensor:
         slot = self._slots[i]

@@ -74,7 +74,7 @@ class Slot:
         if noted is None or not self.dense():
             return False
         error = (entries(self.param.grad) - noted[0]).abs()  # type: ignore[arg-type]
-        return bool((error > 8 * torch.finfo(error.dtype).eps * noted[1].max()).any())
+        return bool((error > 8 * torch.finfo(error.dtype).eps * noted[1].max()).any().tolist())
 
     def add_squares(self, products: Tensor, gradient: Tensor, precision: torch.dtype) -> None:
         """Add the products of the gradient with itself in its metric; Euclid's are taken here, in place."""
@@ -106,7 +106,7 @@ class Slot:
         """Whether there is no gradient, as far as a few entries tell; of an accelerator, as far as versions do."""
         if not self.dense():
             return True
-        return not self.untouched() if self.param.device.type != "cpu" else not entries(self.param.grad).any()  # type: ignore[arg-type]
+        return not self.untouched() if self.param.device.type != "cpu" else not entries(self.param.grad).any().tolist()  # type: ignore[arg-type]
 
     def dense(self) -> bool:
         return self.param.grad is not None and self.param.grad.layout == torch.strided
