@@ -167,9 +167,6 @@ class SGDOL(WatchingOptimizer):
         self._blocks: Blocks | None = None
         super().__init__(params, {"lr": rate, **defaults})
 
-    _pair: HeldPair
-    _taking_part: list[Tensor]
-
     # The public face --------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
