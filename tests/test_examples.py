@@ -57,7 +57,7 @@ def test_trainers_train_with_two_gradients_per_update(name):
     assert "2 gradients per update" in output
     assert "the same to the last bit: True" in output or name != "accelerate_digits"
     step_sizes = [float(value) for value in re.findall(r"step size ([\d.]+)", output)]
-    assert 0 < step_sizes[-1] < step_sizes[0] < 0.5
+    assert 0 < step_sizes[-1] <= step_sizes[0] <= 0.5  # the default holds on to lr while it is not too long
 
 
 def test_tensorboard_gets_the_history_and_a_figure_is_drawn(tmp_path):
@@ -72,7 +72,7 @@ def test_optax_trains_with_microbatches():
     output = run(str(EXAMPLES / "optax_loop.py"))
     assert accuracies(output)[-1] > 0.94
     step_sizes = [float(value) for value in re.findall(r"step size ([\d.]+)", output)]
-    assert 0 < step_sizes[-1] < step_sizes[0] < 0.5
+    assert 0 < step_sizes[-1] <= step_sizes[0] <= 0.5  # the default holds on to lr while it is not too long
 
 
 def test_optax_trains_on_four_devices_with_four_gradients_per_update():

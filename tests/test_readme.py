@@ -4,14 +4,25 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
 
 
+def what_a_script_has() -> dict[str, object]:
+    """The names that somebody's own training script has defined before it comes to the optimizer."""
+    torch.manual_seed(0)
+    return {
+        "model": torch.nn.Linear(10, 1),
+        "loader": [(torch.randn(32, 10), torch.randn(32, 1)) for _ in range(3)],
+        "loss_fn": torch.nn.MSELoss(),
+    }
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=[block.splitlines()[0] for block in BLOCKS])
 def test_examples_in_the_readme_run(block, capsys):
-    exec(compile(block, "README.md", "exec"), {})
+    exec(compile(block, "README.md", "exec"), what_a_script_has())
 
 
 def test_the_readme_names_files_that_exist():
