@@ -90,7 +90,7 @@ def test_predictions_stay_in_the_range_of_the_paper(learner, losses, alpha):
 def test_the_losses_of_these_tests_reach_both_bounds(learner):
     """Else the parity tests below would not notice a missing clip."""
     played = play(learner, random_losses(60, seed=0), alpha=0.1)
-    assert min(played) in {getattr(learner, "floor", 0.0) / t**0.5 for t in range(1, 62)}
+    assert float(min(played)) in {float(getattr(learner, "floor", 0.0)) / t**0.5 for t in range(1, 62)}
     assert max(played) == (1.0 if uses_hindsight(learner) else LARGEST_MULTIPLIER)
 
 
@@ -406,7 +406,7 @@ def driven(learner: Any, granularity: str, steps: int):
     from sgdol import SGDOL
 
     x = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    opt = SGDOL([x], lr=0.5, learner=learner, granularity=granularity)
+    opt = SGDOL([x], lr=0.5, learner=learner, granularity=granularity, momentum=0.0, kappa=1.0)
     for t in range(steps):
         # The mean is (2, 0), and it doubles with every step: its product with the last direction is half of n.
         for g in ([1.0, 1.0], [3.0, -1.0]):
