@@ -54,6 +54,9 @@ class WatchingOptimizer(Optimizer):
         super().zero_grad(set_to_none)
         if self._recorder is not None:
             self._recorder.reset()
+            if self._recorder.moulted():
+                self._forget_other_shapes()
+                self._assemble()
 
     def averaged(self) -> AbstractContextManager[None]:
         """Put the averaged weights into the parameters, and take them out again."""
@@ -120,6 +123,13 @@ class WatchingOptimizer(Optimizer):
         """Watch also what is new, has been unfrozen, or has another type now."""
         assert self._recorder is not None
         self._recorder.watch((p, self._keep(p)) for p in self._params())
+
+    def _forget_other_shapes(self) -> None:
+        """Drop what is known of parameters whose data have been replaced by others of another shape."""
+        for p in self._params():
+            tensors = [v for v in self.state.get(p, {}).values() if isinstance(v, Tensor) and v.dim()]
+            if any(v.shape[: p.dim()] != p.shape for v in tensors):  # complex numbers may be pairs of real ones
+                del self.state[p]
 
     def _keep(self, p: Tensor) -> Keep:
         wish = self._wish(p)

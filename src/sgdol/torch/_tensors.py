@@ -56,7 +56,7 @@ def size(tensor: Tensor) -> int:
 def norm(tensor: Tensor) -> Tensor:
     """||tensor||, in float32 or wider: unsquared, because squares leave float32's range first."""
     length = torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.dtype in NARROW else None)
-    if _may_look(length) and not SAFE[0] < length.tolist() < SAFE[1]:
+    if _may_look(length) and not SAFE[0] < _number(length) < SAFE[1]:
         return torch.linalg.vector_norm(tensor.to(torch.complex128 if tensor.is_complex() else torch.float64))
     return length
 
@@ -72,7 +72,7 @@ def squared_norms(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
         together = stacked(lengths, like)
         if _may_look(lengths[0]):
             low, high = together.aminmax()
-            if not (SAFE[0] < low.tolist() and high.tolist() < SAFE[1]):
+            if not (SAFE[0] < _number(low) and _number(high) < SAFE[1]):
                 return stacked([norm(t) for t in tensors], like).square_()
         return together.square_()
     return stacked([norm(t) for t in tensors], like).square_()
@@ -85,7 +85,7 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
         a, b = a.to(wide), b.to(wide)
     a, b = a.reshape(-1), b.reshape(-1)
     product = torch.dot(a, b)
-    if _may_look(product) and not SAFE[0] ** 2 < abs(product.tolist()) < SAFE[1] ** 2:
+    if _may_look(product) and not SAFE[0] ** 2 < abs(_number(product)) < SAFE[1] ** 2:
         return torch.dot(a.to(torch.float64), b.to(torch.float64))
     return product
 
@@ -95,10 +95,15 @@ def product_dtype(tensor: Tensor) -> torch.dtype | None:
     wide = wide_dtype(tensor.dtype)
     if wide == torch.float64 or tensor.device.type != "cpu" or type(tensor) is not Tensor or not tensor.numel():
         return wide
-    largest = torch.linalg.vector_norm(tensor, torch.inf).tolist()
+    largest = _number(torch.linalg.vector_norm(tensor, torch.inf))
     if largest == 0:
         return None
     return wide if SAFE[0] ** 0.75 < largest < SAFE[1] or not math.isfinite(largest) else torch.float64
+
+
+def _number(scalar: Tensor) -> float:
+    number: Any = scalar.tolist()
+    return number
 
 
 def _may_look(number: Tensor) -> bool:

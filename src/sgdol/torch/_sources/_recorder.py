@@ -116,6 +116,10 @@ class Recorder:
             if new and param.requires_grad and param.is_leaf and slot.dense():
                 self._adopt(slot)
 
+    def moulted(self) -> bool:
+        """Whether a parameter has got another shape or type: lazy ones get their first in their first forward."""
+        return not all(slot.tap.current(slot.param) for slot in self._slots)
+
     def rebase(self, finder: Finder, geometry: Geometry) -> None:
         """Go on with another finder and geometry: the parameters are more, or their state is another."""
         self._finder, self._world, self._geometry = finder, finder.here, geometry

@@ -5,10 +5,12 @@ from __future__ import annotations
 import weakref
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
 
-from sgdol.torch._world._pieces import is_sharded, placed_like
+from sgdol.torch._world._pieces import is_sharded, placed_like, plain
 
 __all__ = ["Alone", "Listener", "Own", "Tap", "World"]
 
@@ -41,17 +43,33 @@ class Tap:
 
     def attach(self, leaf: Tensor, hook: Any) -> None:
         """Be in front of this leaf, if not so already."""
-        kind = (id(leaf), leaf.dtype, leaf.device)
-        if kind != self._kind:
-            self.remove()
-            self._kind, self._node = kind, get_gradient_edge(leaf).node
-            self._handle = self._node.register_prehook(hook)
+        kind = self._kind_of(leaf)
+        if kind == self._kind:
+            return
+        self.remove()
+        self._kind = kind
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass has views of its own, which are no accumulators
+            if is_lazy(leaf):
+                # It has no shape and so no accumulator yet. A hook on the leaf stands in until it has: that runs before
+                # hooks which users add later, and in torch.autograd.grad as well.
+                self._handle = leaf.register_hook(lambda gradient: hook((gradient,)))
+            else:
+                self._node = get_gradient_edge(leaf).node
+                self._handle = self._node.register_prehook(hook)
+
+    def current(self, leaf: Tensor) -> bool:
+        """Whether the leaf is still of the kind in front of which this is."""
+        return self._kind is None or self._kind == self._kind_of(leaf)
+
+    @staticmethod
+    def _kind_of(leaf: Tensor) -> tuple[Any, ...]:
+        return id(leaf), leaf.dtype, leaf.device, None if is_lazy(leaf) else leaf.shape
 
     def remove(self) -> None:
         """Take the hook away."""
         if self._handle is not None:
             self._handle.remove()
-        self._kind = self._handle = None
+        self._kind = self._handle = self._node = None  # an accumulator that nobody keeps is made anew
 
 
 class Own(NamedTuple):
@@ -128,7 +146,7 @@ class _Arriving:
         if gradient is None:
             return
         leaf = None if self._leaf is None else self._leaf()
-        self._listener.arrived(gradient if leaf is None else placed_like(gradient, leaf))
+        self._listener.arrived(plain(gradient) if leaf is None else placed_like(gradient, leaf))
 
 
 def arriving(listener: Listener, leaf: Tensor) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["fitted", "is_sharded", "like_parameter", "local", "local_gradient", "placed_like", "whole"]
+__all__ = ["fitted", "is_sharded", "like_parameter", "local", "local_gradient", "placed_like", "plain", "whole"]
 
 _ORDINARY = frozenset({Tensor, Parameter})
 """What most tensors are: these are let through first, on the way of every parameter in every step."""
@@ -30,7 +30,15 @@ def whole(tensor: Tensor) -> Any:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's piece, for reading and writing; an ordinary tensor is its own piece. To be called without grad."""
-    return tensor if type(tensor) in _ORDINARY or not is_sharded(tensor) else whole(tensor).to_local()
+    if type(tensor) in _ORDINARY:
+        return tensor
+    return whole(tensor).to_local() if is_sharded(tensor) else plain(tensor)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same memory without a subclass that only adds methods; one with kernels of its own stays what it is."""
+    bare = type(tensor) not in _ORDINARY and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return tensor.as_subclass(Tensor) if bare else tensor
 
 
 def placed_like(tensor: Tensor, owner: Tensor) -> Tensor:
@@ -48,7 +56,7 @@ def local_gradient(param: Tensor) -> Tensor:
     grad = param.grad
     if type(grad) in _ORDINARY:
         return grad  # type: ignore[return-value]
-    return torch.zeros_like(local(param)) if grad is None else placed_like(grad, param)
+    return torch.zeros_like(local(param)) if grad is None else plain(placed_like(grad, param))
 
 
 def like_parameter(piece: Tensor, param: Tensor) -> Tensor:
