@@ -62,13 +62,13 @@ def main() -> None:
         "| rate | point | mean | median | best | worst | problems better / worse by more than 2 % |",
         "|---|---|---:|---:|---|---|---|",
     ]
-    for (factor, point), found in rows.items():
-        ordered = sorted(found)
+    for (factor, point), all_of_them in rows.items():
+        ordered = sorted(all_of_them)
         low, high = ordered[0], ordered[-1]
-        better, worse = sum(r < 1 / RELIEF for r, _ in found), sum(r > RELIEF for r, _ in found)
+        better, worse = sum(r < 1 / RELIEF for r, _ in ordered), sum(r > RELIEF for r, _ in ordered)
         lines.append(
             f"| {'a third' if factor < 1 else 'tuned' if factor == 1 else 'three times'} | {point} | "
-            f"{_mean(r for r, _ in found):.2f} | {ordered[len(ordered) // 2][0]:.2f} | {low[0]:.2g} ({low[1]}) | "
+            f"{_mean(r for r, _ in ordered):.2f} | {ordered[len(ordered) // 2][0]:.2f} | {low[0]:.2g} ({low[1]}) | "
             f"{high[0]:.2f} ({high[1]}) | {better} / {worse} |"
         )
     text = "\n".join(lines) + "\n"

@@ -154,7 +154,7 @@ def _check_learner(value: Any) -> Learner:
 def _check_epoch(value: Any, estimator: str) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 2 <= value < 2**31:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 2 <= int(value) < 2**31:
         raise ValueError(f"epoch must be a whole number of updates, from 2 to 2^31 - 1, or None, got {_cut(value)}")
     if estimator == "paper":
         raise ValueError('epoch corrects estimator="symmetric", got estimator="paper"')
