@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from sgdol.torch._tensors import scalar_dtype
+from sgdol.torch._world import local
 
-__all__ = ["add_to_average", "averaged_weights", "polynomial_average", "random_iterate", "swapped_in"]
+__all__ = ["add_to_average", "average_groups", "averaged_weights", "polynomial_average", "random_iterate", "swapped_in"]
 
 AverageFunction = Callable[[Tensor, Tensor, Tensor | int], Tensor]
 
@@ -147,6 +148,30 @@ def add_to_average(
     for average, tensor in zip(averages, tensors, strict=True):
         factor = weight if isinstance(weight, float) else weight.to(device=average.device, dtype=average.dtype)
         average.lerp_(tensor.detach().to(average.dtype), factor)
+
+
+def average_groups(
+    groups: list[dict[str, Any]], state: dict[Any, Any], moved: list[Tensor], t: Tensor, ok: Tensor | None
+) -> None:
+    """Add the iterate after update t to the average of every parameter that has ever moved, where a group wants one.
+
+    Args:
+        groups: the parameter groups.
+        state: the optimizer's state, which keeps the averages.
+        moved: the parameters that this update moved.
+        t: how many updates there have been.
+        ok: None, or a boolean scalar on the device that says whether this one counts.
+    """
+    now = set(moved)
+    for group in groups:
+        if group["averaging"] is None:
+            continue
+        for p in group["params"]:
+            if p in now and "average" not in state[p]:
+                state[p]["average"] = p.detach().to(dtype=torch.promote_types(p.dtype, torch.float32), copy=True)
+        params = [p for p in group["params"] if "average" in state.get(p, ())]
+        averages = [local(state[p]["average"]) for p in params]
+        add_to_average(averages, [local(p) for p in params], t, group["averaging"], ok)
 
 
 @torch.no_grad()

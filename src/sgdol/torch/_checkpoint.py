@@ -30,7 +30,17 @@ from sgdol.torch._statistics import uses_momentum
 from sgdol.torch._tensors import real_view, scalar_dtype, wide_dtype
 from sgdol.torch._world import fitted, like_parameter, local
 
-__all__ = ["Blanks", "complete", "create", "drop_blanks", "first_step_size", "is_asked", "load", "restore"]
+__all__ = [
+    "Blanks",
+    "complete",
+    "create",
+    "drop_blanks",
+    "first_step_size",
+    "is_asked",
+    "load",
+    "refuse_another_configuration",
+    "restore",
+]
 
 CHECKPOINT = "torch.distributed.checkpoint"
 """Where get_state_dict and set_state_dict are, and save and load, which an optimizer can be given as it is."""
@@ -204,3 +214,18 @@ def first_step_size(group: dict[str, Any]) -> Tensor:
     """The step size before any update: lr."""
     device = group["params"][0].device if group["params"] else torch.device("cpu")
     return torch.as_tensor(group["lr"], device=device, dtype=scalar_dtype(device)).detach().clone().reshape(())
+
+
+def refuse_another_configuration(
+    state_dict: dict[str, Any], groups: list[dict[str, Any]], names: tuple[str, ...]
+) -> None:
+    """Refuse a state that was learned with other options than these of the groups have."""
+    for index, (group, mine) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
+        if "granularity" not in group:
+            raise ValueError(f"state_dict was not saved by SGDOL: its group {index} has only {sorted(group)}")
+        for name in names:
+            if name in group and group[name] != mine[name]:
+                raise ValueError(
+                    f"state_dict was saved with {name}={group[name]!r} in group {index}, this optimizer has "
+                    f"{name}={mine[name]!r}: construct it with the same {name}"
+                )

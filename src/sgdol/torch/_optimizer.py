@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Never
@@ -14,17 +15,25 @@ from sgdol.metrics import Metric
 from sgdol.surrogate import Estimator, MomentumStatistics
 from sgdol.torch import _checkpoint as checkpoint
 from sgdol.torch import _diagnostics as diagnostics
-from sgdol.torch._averaging import add_to_average
+from sgdol.torch._averaging import average_groups
 from sgdol.torch._base import WatchingOptimizer
 from sgdol.torch._blocks import Blocks, Granularity, share
 from sgdol.torch._checkpoint import Blanks, first_step_size
 from sgdol.torch._guard import Guard
-from sgdol.torch._options import DERIVED, LEARNED_WITH, OPTIONS, checked, checked_rate, materialise, refuse_unknown
+from sgdol.torch._options import (
+    DERIVED,
+    LEARNED_WITH,
+    OPTIONS,
+    checked,
+    checked_rate,
+    every_group_has_a_rate,
+    materialise,
+    refuse_unknown,
+)
 from sgdol.torch._remarks import Remarks
-from sgdol.torch._sources import Gradients, HeldPair, Passes, Source, Wish
+from sgdol.torch._sources import Gradients, GroupWishes, HeldPair, Passes, Source, Wish
 from sgdol.torch._statistics import Statistics
 from sgdol.torch._update import Outcome, update
-from sgdol.torch._world import local
 
 __all__ = ["SGDOL"]
 
@@ -153,7 +162,7 @@ class SGDOL(WatchingOptimizer):
         rate = checked_rate(given, "")
         defaults, self.learner, found_metric = checked(given)
         params = materialise(params)
-        if rate is None and params and not _every_group_has_a_rate(params):
+        if rate is None and params and not every_group_has_a_rate(params):
             raise ValueError(
                 "lr or smoothness is needed: got neither. lr = 1/M is the largest step size to start from; "
                 "sgdol.SGDOLFree needs neither (experimental)"
@@ -280,7 +289,7 @@ class SGDOL(WatchingOptimizer):
         params = [p for p in self._params() if p.grad is not None or (pending and pair.holds(p))]
         if not params or (pending and all(p.grad is None for p in params)):
             return None
-        if _same(self._taking_part, params):
+        if len(self._taking_part) == len(params) and all(map(operator.is_, self._taking_part, params)):
             params = self._taking_part  # the same object as in the last step, by which others know that it is
         else:
             self._taking_part = params
@@ -353,7 +362,7 @@ class SGDOL(WatchingOptimizer):
         if ok is None:
             self._remarks.updated(self.param_groups, outcome.step_sizes)
         share(self.param_groups)
-        self._average(blocks, diagnostics.updates(first["totals"]), ok)
+        average_groups(self.param_groups, self.state, blocks.params, diagnostics.updates(first["totals"]), ok)
 
     def _blocks_of(self, params: list[Tensor]) -> Blocks:
         """The blocks of these parameters: those of the last update, if nothing has changed."""
@@ -363,17 +372,6 @@ class SGDOL(WatchingOptimizer):
         place = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
         self._blocks = Blocks(self.param_groups, self.state, params, [place[p] for p in params])
         return self._blocks
-
-    def _average(self, blocks: Blocks, t: Tensor, ok: Tensor | None) -> None:
-        """Add the iterate after update t to the average, for every parameter that has ever moved."""
-        for p, place in zip(blocks.params, blocks.group_of, strict=True):
-            if self.param_groups[place]["averaging"] is not None and "average" not in self.state[p]:
-                self.state[p]["average"] = p.detach().to(dtype=torch.promote_types(p.dtype, torch.float32), copy=True)
-        for group in self.param_groups:
-            if group["averaging"] is not None:
-                params = [p for p in group["params"] if "average" in self.state.get(p, ())]
-                averages = [local(self.state[p]["average"]) for p in params]
-                add_to_average(averages, [local(p) for p in params], t, group["averaging"], ok)
 
     # The parts --------------------------------------------------------------------------------------------------------
 
@@ -391,7 +389,7 @@ class SGDOL(WatchingOptimizer):
         def world() -> Any:
             return finder.world
 
-        wishes = _Wishes(self._group_of)
+        wishes = GroupWishes(self._group_of)
         self._pair = HeldPair(groups, state, geometry, world, wishes)
         self._sources = [self._pair, Passes(self._recorder, geometry, world, wishes)]
         learners = self._learners
@@ -400,7 +398,7 @@ class SGDOL(WatchingOptimizer):
         )
 
     def _wish(self, p: Tensor) -> Wish:
-        return _Wishes(self._group_of)(p)
+        return GroupWishes(self._group_of)(p)
 
     def _metric_of(self, group: dict[str, Any]) -> Metric:
         return self._metrics[group["metric"]]
@@ -425,18 +423,10 @@ class SGDOL(WatchingOptimizer):
         Raises:
             ValueError: if it was saved by another configuration (estimator, granularity, learner, metric or alpha).
         """
-        checkpoint.load(self, super().load_state_dict, state_dict, self._refuse_another_configuration, self._loaded)
+        checkpoint.load(self, super().load_state_dict, state_dict, self._refuse_another, self._loaded)
 
-    def _refuse_another_configuration(self, state_dict: dict[str, Any]) -> None:
-        for index, (group, mine) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=False)):
-            if "granularity" not in group:
-                raise ValueError(f"state_dict was not saved by SGDOL: its group {index} has only {sorted(group)}")
-            for name in LEARNED_WITH:
-                if name in group and group[name] != mine[name]:
-                    raise ValueError(
-                        f"state_dict was saved with {name}={group[name]!r} in group {index}, this optimizer has "
-                        f"{name}={mine[name]!r}: construct it with the same {name}"
-                    )
+    def _refuse_another(self, state_dict: dict[str, Any]) -> None:
+        checkpoint.refuse_another_configuration(state_dict, self.param_groups, LEARNED_WITH)
 
     def _loaded(self) -> None:
         self._assemble()
@@ -469,22 +459,3 @@ class SGDOL(WatchingOptimizer):
             self._warned, self._blank = warned, False
             self._guard, self._remarks = Guard(), Remarks(self._warn)
             self._assemble()
-
-
-class _Wishes:
-    """What is to be made of each parameter's gradients: its group's estimator and granularity say it."""
-
-    def __init__(self, group_of: dict[Tensor, dict[str, Any]]) -> None:
-        self._group_of = group_of
-
-    def __call__(self, p: Tensor) -> Wish:
-        group = self._group_of[p]
-        return Wish(group["estimator"] == "paper", group["granularity"] == "coordinate")
-
-
-def _same(known: list[Tensor], params: list[Tensor]) -> bool:
-    return len(known) == len(params) and all(a is b for a, b in zip(known, params, strict=True))
-
-
-def _every_group_has_a_rate(params: list[Any]) -> bool:
-    return all(isinstance(g, dict) and ("lr" in g or "smoothness" in g) for g in params)

@@ -30,6 +30,7 @@ __all__ = [
     "check_number",
     "checked",
     "checked_rate",
+    "every_group_has_a_rate",
     "materialise",
     "refuse_unknown",
 ]
@@ -235,6 +236,11 @@ def _metric_name(metric: Metric) -> str:
         (name for name, known in metrics.METRICS.items() if type(known) is type(metric) and known == metric),
         _name(metric),
     )
+
+
+def every_group_has_a_rate(params: list[Any]) -> bool:
+    """Whether all of these are parameter groups that bring a rate of their own."""
+    return all(isinstance(g, dict) and ("lr" in g or "smoothness" in g) for g in params)
 
 
 # Parameters -----------------------------------------------------------------------------------------------------------

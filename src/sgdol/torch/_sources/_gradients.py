@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from sgdol.torch._geometry import Geometry
 
-__all__ = ["Gradients", "Signal", "Source", "Wish", "Wishes", "settled"]
+__all__ = ["Gradients", "GroupWishes", "Signal", "Source", "Wish", "Wishes", "settled"]
 
 
 class Wish(NamedTuple):
@@ -22,6 +22,22 @@ class Wish(NamedTuple):
 
 
 Wishes = Callable[[Tensor], Wish]
+
+
+class GroupWishes:
+    """What is to be made of each parameter's gradients: its group's estimator and granularity say it.
+
+    Args:
+        group_of: the parameter group of each parameter.
+    """
+
+    def __init__(self, group_of: dict[Tensor, dict[str, Any]]) -> None:
+        self._group_of = group_of
+
+    def __call__(self, p: Tensor) -> Wish:
+        """Of this parameter."""
+        group = self._group_of[p]
+        return Wish(group["estimator"] == "paper", group["granularity"] == "coordinate")
 
 
 class Signal(NamedTuple):
