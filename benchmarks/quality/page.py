@@ -65,7 +65,7 @@ def _main_table(rows: Sequence[Summary]) -> list[str]:
 
 
 WITHIN = 1.2
-"""How many times tuned Adam + averaging's geometric mean SGDOL without M may have at most."""
+"""How many times tuned Adam + averaging's geometric mean SGDOLFree may have at most."""
 
 
 def verdicts(rows: Sequence[Summary]) -> list[str]:
