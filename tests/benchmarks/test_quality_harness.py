@@ -104,7 +104,14 @@ def test_the_harness_average_is_the_polynomial_average_of_the_optimizer_and_of_d
         gaps[who] = run(problem, method, 1, 0.1, budget=50).outcomes["average"].gap
     # kappa so large that SGDOL's multiplier stays 1: SGD with the same rate.
     ours = Method(
-        "o", "sgdol:SGDOL", {"kappa": 1e12, "averaging": 8.0}, "sgdol", "gradient", None, 2, averaging="optimizer"
+        "o",
+        "sgdol:SGDOL",
+        {"momentum": 0.0, "kappa": 1e12, "averaging": 8.0},
+        "sgdol",
+        "gradient",
+        None,
+        2,
+        averaging="optimizer",
     )
     gaps["optimizer"] = run(problem, ours, 1, 0.1, budget=50).outcomes["average"].gap
     assert gaps["dog"] == pytest.approx(gaps["harness"], rel=1e-12)
@@ -344,12 +351,12 @@ def test_the_summary_is_what_a_hand_computes():
 
 def test_effects_compare_two_contenders_run_by_run():
     lines = [
-        *(line("SGD", "p", s, g) for s, g in ((1, 2.0), (2, 8.0))),
-        *(line("SGD + averaging", "p", s, g) for s, g in ((1, 1.0), (2, 1.0))),
+        *(line("SGDOL", "p", s, g) for s, g in ((1, 2.0), (2, 8.0))),
+        *(line("SGDOL + averaging", "p", s, g) for s, g in ((1, 1.0), (2, 1.0))),
     ]
     rows = tables.effects(lines, "development")
     assert rows[0] == "| adding | all | mlp |"
-    assert rows[2:] == ["| averaging, to SGD | 0.25 | 0.25 |"]  # sqrt(1/2 * 1/8)
+    assert rows[2:] == ["| averaging, to SGDOL | 0.25 | 0.25 |"]  # sqrt(1/2 * 1/8)
 
 
 def test_verdicts_say_who_is_better():

@@ -95,11 +95,15 @@ def feed(opt, p, *gradients) -> None:
             ValueError,
             "give alpha or kappa, not both: got alpha=2.0 and kappa=3.0",
         ),
-        ({"lr": 0.1, "epoch": 1}, ValueError, "epoch must be a whole number of updates, at least 2, or None, got 1"),
+        (
+            {"lr": 0.1, "epoch": 1},
+            ValueError,
+            "epoch must be a whole number of updates, .*, or None, got 1",
+        ),
         (
             {"lr": 0.1, "epoch": 4.0},
             ValueError,
-            "epoch must be a whole number of updates, at least 2, or None, got 4.0",
+            "epoch must be a whole number of updates, .*, or None, got 4.0",
         ),
         ({"lr": 0.1, "epoch": 4, "estimator": "paper"}, ValueError, 'epoch corrects estimator="symmetric", got'),
         ({"lr": 0.1, "bias_correction": 1}, TypeError, "bias_correction must be True or False, got 1"),
@@ -913,7 +917,7 @@ def test_the_default_step_is_lr_until_that_is_too_long(momentum, limit, factor):
     torch.manual_seed(0)
     x = torch.nn.Parameter(torch.full((50,), 3.0, dtype=torch.float64))
     opt = SGDOL([x], lr=factor * limit, momentum=momentum)
-    for _ in range(150):
+    for _ in range(300):
         for _ in range(2):
             ((x * x).sum() / 2 + 0.1 * (torch.randn(50) * x).sum()).div(2).backward()
         opt.step()

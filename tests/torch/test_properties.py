@@ -299,7 +299,8 @@ def test_the_order_of_microbatches_changes_nothing_for_the_symmetric_estimator(g
 @given(first=moderate(horizons=(1, 12), ks=(1, 1)), k=st.integers(2, 5), alpha=st.sampled_from([None, 1e-3, 10.0]))
 def test_without_noise_the_step_size_is_lr(source, estimator, granularity, first, k, alpha):
     gradients = np.repeat(first, k, axis=1)
-    problem = Problem(lr=LR, granularity=granularity, estimator=estimator, source=source, alpha=alpha, groups=2)
+    options = {"granularity": granularity, "estimator": estimator, "source": source, "alpha": alpha, "groups": 2}
+    problem = Problem(lr=LR, momentum=0.0, learner=FTRL(), **options)
     for step in gradients:
         problem.run(step[None])
         # u = n but for a few roundings of each product, over at most 12 rounds.

@@ -5,11 +5,11 @@
 >>> from sgdol.jax import microbatch_grads, sgdol
 >>> def loss(params, x, y):
 ...     return jnp.mean((x @ params - y) ** 2)
->>> optimizer = sgdol(learning_rate=0.1)
+>>> optimizer = sgdol(learning_rate=1.0)
 >>> params = jnp.zeros(2)
 >>> state = optimizer.init(params)
 >>> x, y = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]]), jnp.array([1.0, 2.0, 3.0, -1.0])
->>> for _ in range(50):
+>>> for _ in range(100):
 ...     grads = microbatch_grads(loss, 2)(params, x, y)  # one batch, split into two independent halves
 ...     updates, state = optimizer.update(grads, state, params)
 ...     params = optax.apply_updates(params, updates)

@@ -64,7 +64,7 @@ def averaged_params(state: Any, params: Any) -> Any:
 
     >>> import jax.numpy as jnp
     >>> from sgdol.jax import sgdol
-    >>> optimizer = sgdol(0.5, averaging=0)  # the uniform average
+    >>> optimizer = sgdol(0.5, momentum=None, averaging=0)  # the uniform average
     >>> params = jnp.array([4.0])
     >>> state = optimizer.init(params)
     >>> for _ in range(2):

@@ -27,7 +27,7 @@ class Average:
 
     >>> from sgdol import SGDOL
     >>> x = torch.nn.Parameter(torch.zeros(1))
-    >>> opt, average = SGDOL([x], lr=0.5, averaging=0), Average()
+    >>> opt, average = SGDOL([x], lr=0.5, momentum=0, averaging=0), Average()
     >>> for _ in range(2):
     ...     for _ in range(2):
     ...         (0.5 * (x - 1).square().sum() / 2).backward()
