@@ -21,7 +21,12 @@ which every user sends one noised gradient. Needs the extra ``private``. docs/pr
 True
 """
 
+# ruff: noqa: E402  # what is missing is said before anything needs it
 from __future__ import annotations
+
+from sgdol._extras import require
+
+require("sgdol.private", "private", "torch", "opacus")
 
 from sgdol.private._local import LocalSGDOL, local_epsilon, randomize
 from sgdol.private._optimizer import SOURCES, PrivateSGDOL

@@ -170,17 +170,6 @@ class SGDOLFree(WatchingOptimizer):
             yield
         self._whereabouts.written()
 
-    def averaged_state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """``model.state_dict()`` with the averaged parameters in it: what to save for use. Buffers are the model's.
-
-        >>> model = torch.nn.Linear(2, 1)
-        >>> opt = SGDOLFree(model.parameters())
-        >>> sorted(opt.averaged_state_dict(model))
-        ['bias', 'weight']
-        """
-        with self.averaged():
-            return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
     def diagnostics(self) -> dict[str, Any]:
         """What the optimizer has learned, as plain numbers.
 
