@@ -54,7 +54,9 @@ def test_many_small_tensors_move_as_the_reference_says(metric, learner):
         learner=learner,
         bias_correction=learner == "ftrl",
     )
-    np.testing.assert_allclose(trained(recorded, metric=metric, **options), expected.iterates[-1], rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        trained(recorded, metric=metric, **options), expected.iterates[-1], rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "rms"])
