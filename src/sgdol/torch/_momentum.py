@@ -17,7 +17,7 @@ from sgdol.torch._packs import Pack, pack
 from sgdol.torch._tensors import inner, real_view, stacked, wide_dtype
 from sgdol.torch._world import like_parameter, local
 
-__all__ = ["Products", "advance", "advance_in_metric", "momentum_of", "uses_momentum", "weigh"]
+__all__ = ["Products", "advance", "advance_in_metric", "lerp", "momentum_of", "uses_momentum", "weigh"]
 
 
 class Products(NamedTuple):
@@ -68,8 +68,6 @@ def advance(
     beta: float,
     like: Tensor,
     ok: Tensor | None,
-    *,
-    lengths: bool,
 ) -> Products:
     """Move momenta on by the mean gradients ``means``, where the direction is the momentum itself.
 
@@ -81,17 +79,16 @@ def advance(
         beta: the momentum.
         like: a number of the type of the products.
         ok: None, or whether the update counts, on the device.
-        lengths: whether they are wanted.
     """
     packed, others = pack(momenta, like) if ok is None else (None, [])
     if packed is None:
         cross = geometry.inner(params, momenta, means, like)
-        _lerp(momenta, means, beta, ok)
-        return Products(cross, geometry.norms(params, momenta, like) if lengths else cross, cross)
+        lerp(momenta, means, beta, ok)
+        return Products(cross, geometry.norms(params, momenta, like), cross)
     cross, length, _ = _packed(packed, None, momenta, means, None, beta, 1.0)
     if others:
         ps, ms, gs = ([values[i] for i in others] for values in (params, momenta, means))
-        rest = advance(geometry, ps, ms, gs, beta, like, ok, lengths=lengths)
+        rest = advance(geometry, ps, ms, gs, beta, like, ok)
         cross, length = packed.merged(cross, rest.cross, others), packed.merged(length, rest.length, others)
     return Products(cross, length, cross)
 
@@ -132,7 +129,7 @@ def advance_in_metric(
         numbers[2].append(zero if old is None else inner(g, old))
         d_inverse = geometry.reciprocal(params[i], m)
         numbers[0].append(inner(m, g * d_inverse))
-        _lerp([m], [g], beta, ok)
+        lerp([m], [g], beta, ok)
         d = d_inverse.mul_(m)
         numbers[1].append(inner(m, d))
         if old is not None:
@@ -170,7 +167,8 @@ def _packed(
     return [cross, length, last]
 
 
-def _lerp(momenta: list[Tensor], means: list[Tensor], beta: float, ok: Tensor | None) -> None:
+def lerp(momenta: list[Tensor], means: list[Tensor], beta: float, ok: Tensor | None) -> None:
+    """Move momenta on by the mean gradients, and look at nothing else."""
     if ok is not None:
         for m, g in zip(momenta, means, strict=True):
             m.copy_(torch.where(ok, torch.lerp(m, g, 1 - beta), m))

@@ -18,7 +18,7 @@ from torch import Tensor
 from sgdol.surrogate import momentum_signal
 from sgdol.torch._epochs import Epochs, in_epochs
 from sgdol.torch._geometry import Geometry
-from sgdol.torch._momentum import Products, advance, advance_in_metric, momentum_of, uses_momentum, weigh
+from sgdol.torch._momentum import Products, advance, advance_in_metric, lerp, momentum_of, uses_momentum, weigh
 from sgdol.torch._sources import Gradients, Signal
 from sgdol.torch._tensors import wide_dtype
 from sgdol.torch._world import World, like_parameter, local
@@ -85,6 +85,11 @@ class _Part(NamedTuple):
     def direct(self) -> bool:
         """Whether the learner sees the numbers of the direction."""
         return self.moving and self.group["statistics"] != "gradient"
+
+    @property
+    def counts(self) -> bool:
+        """Whether anybody wants to know a product of its momenta or of its last directions."""
+        return self.direct or self.asking
 
     @property
     def keeps(self) -> bool:
@@ -220,8 +225,11 @@ class Statistics:
                 direction.coordinates[i].signal, params[place], momenta[place], means[place], part.beta, after, low
             )
         vectors, scale, made = momenta, 1 / after, direction.made
-        if part.euclidean:
-            products = advance(self._geometry, params, momenta, means, part.beta, like, ok, lengths=part.direct)
+        if not part.counts:
+            lerp(momenta, means, part.beta, ok)
+            products = Products(*[like.new_zeros(len(params))] * 3)
+        elif part.euclidean:
+            products = advance(self._geometry, params, momenta, means, part.beta, like, ok)
         else:
             kept = [self._kept(p, m) for p, m in zip(params, momenta, strict=True)] if part.keeps else None
             products = advance_in_metric(self._geometry, params, momenta, means, kept, part.beta, scale, like, ok)
@@ -250,6 +258,8 @@ class Statistics:
         epochs: Epochs | None,
     ) -> Direction:
         """N, u and the worth of the last step over all ranks."""
+        if not any(part.counts for part in parts):
+            return direction
         own = [torch.stack(f.products) for f in found]
         total = self._world().total(direction.params, own[0] if len(own) == 1 else torch.cat(own, dim=1))
         cross, length, last = total.unbind()
