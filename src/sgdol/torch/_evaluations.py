@@ -24,7 +24,9 @@ class Evaluation(NamedTuple):
     loss: float
     """The mean over the ranks of what the closure returned; negative if it is maximised."""
     g: Vector
-    """The mean gradient, times the factor that brings it into range."""
+    """The mean gradient, times the factor that brings it into range..."""
+    squared: Vector | None
+    """...and its square, coordinate by coordinate; None in Euclid's norm, where nobody needs it."""
     norm: float
     """||g|| in the metric..."""
     squares: float
@@ -47,6 +49,13 @@ class Here(NamedTuple):
     def sharp(self, g: Vector, name: str = "scratch") -> Vector:
         """From a gradient to a direction: D^-1 g, in the memory of this name, or g itself if D is 1."""
         return g if self.inverse is None else multiply(g, self.inverse, self.space.empty(name))
+
+    def square(self, g: Vector, name: str) -> tuple[Tensor, Vector | None]:
+        """||g||^2 of a gradient, in D^-1, still on the device, and the squares, if D is not 1, in the memory of this name."""
+        if self.inverse is None:
+            return dot(g, g), None
+        squared = multiply(g, g, self.space.empty(name))
+        return dot(squared, self.inverse), squared
 
     def length(self, s: Vector) -> float:
         """||s|| of a difference of points: in D."""
@@ -79,6 +88,7 @@ class Evaluator:
         self._finder = finder
         self._devices = {p.device for p in params}
         self._sign = sign
+        self._name = "now"
         self.unit = unit
 
     @property
@@ -93,7 +103,8 @@ class Evaluator:
             closure: evaluates the batch.
             choose: whether to choose the unit anew.
         """
-        self._contributions.begin(self._sign, None if choose else self.unit, "now")
+        self._name = "now"
+        self._contributions.begin(self._sign, None if choose else self.unit, self._name)
         with self._rerun.first(self._devices), torch.enable_grad():
             result = closure()
         self.unit = abs(self._contributions.factor)
@@ -101,7 +112,8 @@ class Evaluator:
 
     def again(self, closure: Callable[[], Any], here: Here) -> Evaluation:
         """Evaluate the same batch where the parameters are now, in the metric of this step; nobody notices."""
-        self._contributions.begin(self._sign, self.unit, "again")
+        self._name = "again"
+        self._contributions.begin(self._sign, self.unit, self._name)
         with self._rerun.again(), torch.enable_grad():
             result = closure()
         return self.measure(here, result)
@@ -125,16 +137,24 @@ class Evaluator:
                 f"{found.passes} time(s). Split the batch: for x, y in zip(inputs.chunk(2), targets.chunk(2)): "
                 "(loss_fn(model(x), y) / 2).backward()"
             )
-        assert found.squares is not None
-        n = dot(found.g, here.sharp(found.g))
-        q = total(found.squares) if here.inverse is None else dot(found.squares, here.inverse)
-        if world.ranks == 1:
-            nn, qq = numbers(n, q)
-        else:  # n is that of the mean gradient, which every rank has; Q and the loss in one all-reduce
-            own = Own(q.new_zeros(0, 1), q.double().reshape(1), q.double().new_tensor([loss]), [], found.passes)
-            shared = world.share(here.space.params[:1], own)
-            nn, qq, loss = numbers(n, shared.q[0], shared.seen[0] / world.ranks)
-        return Evaluation(loss, found.g, root(nn) / self.unit, root(qq) / self.unit, k)
+        n, squared = here.square(found.g, f"{self._name}, squared")
+        if found.apart is not None:
+            nn, rest = numbers(n, here.square(found.apart, "scratch")[0])
+            qq = (nn + rest) / 2
+        elif found.squares is None:
+            raise RuntimeError(
+                "the backward passes of the closure run at the same time: what each of them has added to .grad cannot "
+                "be told. Run them one after the other"
+            )
+        else:
+            q = total(found.squares) if here.inverse is None else dot(found.squares, here.inverse)
+            if world.ranks == 1:
+                nn, qq = numbers(n, q)
+            else:  # n is that of the mean gradient, which every rank has; Q and the loss in one all-reduce
+                own = Own(q.new_zeros(0, 1), q.double().reshape(1), q.double().new_tensor([loss]), [], found.passes)
+                shared = world.share(here.space.params[:1], own)
+                nn, qq, loss = numbers(n, shared.q[0], shared.seen[0] / world.ranks)
+        return Evaluation(loss, found.g, squared, root(nn) / self.unit, root(qq) / self.unit, k)
 
     def norm(self, here: Here, g: Vector) -> float:
         """||g|| of a vector of gradients: in D^-1."""

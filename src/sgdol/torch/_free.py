@@ -273,6 +273,8 @@ class SGDOLFree(WatchingOptimizer):
         if clipped < 1:
             for g in now.g:
                 g.mul_(clipped)
+            for square in now.squared or ():
+                square.mul_(clipped**2)
         m = self._vector("momentum")
         for old, g in zip(m, now.g, strict=True):
             torch.mul(g, 1 - beta, out=old) if state.momentum_weight == 0 else old.lerp_(g, 1 - beta)
@@ -280,8 +282,7 @@ class SGDOLFree(WatchingOptimizer):
         state = free.track(state, now.loss, self._settings)._replace(momentum_weight=weight)
         d = here.sharp(m)
         direction_norm = root(numbers(dot(m, d))[0]) / weight / unit
-        decays = {p: group["weight_decay"] for group in self.param_groups for p in group["params"]}
-        decay = max(decays.values())
+        decay = max(group["weight_decay"] for group in self.param_groups)
         state = free.choose_step(state, direction_norm, decay, self._settings)
         state = free.observe(state, now.norm, now.squares, now.k, clipped, self._settings)
         # The average is over the points that steps start from: of none that is taken back afterwards.
@@ -291,14 +292,16 @@ class SGDOLFree(WatchingOptimizer):
             average.lerp_(a, share)
             previous.copy_(a)
         if decay:
+            decays = {p: group["weight_decay"] for group in self.param_groups for p in group["params"]}
             here.space.scale(x, {p: 1 - state.step_size * decays[p] for p in here.space.params})
         for a, b in zip(x, d, strict=True):
             a.add_(b, alpha=-state.step_size / weight / unit)
         here.space.put(x)
         metric = self._metric()
         if isinstance(metric, RMS):
-            for v, g in zip(self._vector("squares"), now.g, strict=True):
-                v.mul_(metric.decay).addcmul_(g, g)
+            assert now.squared is not None
+            for v, square in zip(self._vector("squares"), now.squared, strict=True):
+                torch.add(square, v, alpha=metric.decay, out=v)
         return state
 
     def _usual(self, here: Here, state: State) -> float | None:

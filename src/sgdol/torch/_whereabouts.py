@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from sgdol.torch._evaluations import Here
-from sgdol.torch._vectors import Space, Vector
+from sgdol.torch._vectors import Space, Vector, same
 
 __all__ = ["Whereabouts"]
 
-WHOLE = 1 << 14
+WHOLE = 1 << 17
 SAMPLED = 256
 """A point of at most so many coordinates is compared whole, of a larger one about so many of them."""
 
@@ -48,8 +46,7 @@ class Whereabouts:
         was_in, versions, left = self._left
         if was_in is not space:
             space, x = was_in, was_in.point("there")
-        now = zip(_samples(space, x), left, strict=True)
-        if versions == _versions(space) and all(torch.equal(a, b) for a, b in now):
+        if versions == _versions(space) and same(_samples(space, x), left):
             return
         raise RuntimeError(
             "the parameters were changed by something else since the last step of SGDOLFree, which compares points and "
