@@ -149,18 +149,13 @@ class Contributions:
         task = torch._C._current_graph_task_id()
         if task not in self._running:
             self._begin_pass(task)
-        self._keep(id(self._params[index]), gradient.to(wide_dtype(gradient.dtype), copy=True))
+        _keep(self._own, id(self._params[index]), gradient.to(wide_dtype(gradient.dtype), copy=True))
 
     def begun(self, index: int) -> None:
         """Of sharded parameters, which are refused."""
 
     def reduced(self, index: int) -> None:
         """Of sharded parameters, which are refused."""
-
-    def _keep(self, key: int, gradient: Tensor) -> None:
-        """Keep what a backward brings a parameter, of which it may bring more."""
-        before = self._own.get(key)
-        self._own[key] = gradient if before is None else before.detach() + gradient.detach()
 
     def _begin_pass(self, task: int) -> None:
         if not self._running:
@@ -221,23 +216,26 @@ class Contributions:
         self._squares = (space, [q.addcmul_(x, x) for q, x in zip(squares, c, strict=True)])
 
 
+def _keep(own: dict[int, Tensor], key: int, gradient: Tensor) -> None:
+    """Keep what a backward brings a parameter, to which it may bring more."""
+    before = own.get(key)
+    own[key] = gradient if before is None else before.detach() + gradient.detach()
+
+
 def _counting(recorder: Contributions, index: int) -> Callable[[Any], None]:
     """A hook that counts, and keeps what a backward brings if that is wanted. It is called often, so it is short."""
-    counts, running, keeps, owner = recorder._counts, recorder._running, recorder._keeps, weakref.ref(recorder)
-    key, current = id(recorder._params[index]), torch._C._current_graph_task_id
+    counts, running, keeps, own = recorder._counts, recorder._running, recorder._keeps, recorder._own
+    owner, key, current = weakref.ref(recorder), id(recorder._params[index]), torch._C._current_graph_task_id
 
     def hook(gradients: tuple[Tensor | None, ...]) -> None:
         counts[index] += 1
         task = current()
-        if task in running and not keeps[0]:
-            return
-        alive = owner()
-        if alive is None:
-            return
         if task not in running:
-            alive._begin_pass(task)
+            alive = owner()
+            if alive is not None:
+                alive._begin_pass(task)
         if keeps[0] and gradients[0] is not None:
-            alive._keep(key, gradients[0])
+            _keep(own, key, gradients[0])
 
     return hook
 

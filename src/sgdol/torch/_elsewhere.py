@@ -62,7 +62,6 @@ class Elsewhere:
                 change = self._calls.norm(here, here.difference(probed.g, now.g, "y")) / now.norm
             bracket = probing.next_probe(bracket, change)
         self._return(here, now)
-        state = state._replace(evaluations=state.evaluations + 1 + bracket.count)
         return free.begin(state, bracket.curvature * now.norm, now.norm)
 
     def _guard(self, state: State, here: Here, now: Evaluation) -> tuple[State, Here, Evaluation]:
@@ -70,7 +69,6 @@ class Elsewhere:
         here.space.put(self._vector("average"))
         there = here._replace(x=here.space.point("there"))
         found = self._calls.again(self._closure, here)
-        state = state._replace(evaluations=state.evaluations + 1)
         if found.finite and free.confirms(state, now.loss, found.loss, self._settings):
             return free.roll_back(state, self._settings), there, found
         self._return(here, now)
@@ -81,7 +79,6 @@ class Elsewhere:
         before, unit = self._vector("previous"), self._calls.unit
         here.space.put(before)
         found = self._calls.again(self._closure, here)
-        state = state._replace(evaluations=state.evaluations + 1)
         rejected = False
         if found.finite:
             s, y = here.difference(here.x, before, "s"), here.difference(now.g, found.g, "y")

@@ -84,11 +84,12 @@ class Evaluator:
 
     def __init__(self, params: list[Tensor], finder: Finder, sign: float, unit: float) -> None:
         self._contributions = Contributions(params, finder)
-        self._rerun = Rerun()
+        self._rerun = Rerun({p.device for p in params})
         self._finder = finder
-        self._devices = {p.device for p in params}
         self._sign = sign
         self._name = "now"
+        self.count = 0
+        """How many calls there were in this step."""
         self.unit = unit
 
     @property
@@ -105,8 +106,9 @@ class Evaluator:
         """
         self._name = "now"
         self._contributions.begin(self._sign, None if choose else self.unit, self._name)
-        with self._rerun.first(self._devices), torch.enable_grad():
-            result = closure()
+        self.count = 1
+        with torch.enable_grad():
+            result = self._rerun.first(closure)
         self.unit = abs(self._contributions.factor)
         return result
 
@@ -114,9 +116,10 @@ class Evaluator:
         """Evaluate the same batch where the parameters are now, in the metric of this step; nobody notices."""
         self._name = "again"
         self._contributions.begin(self._sign, self.unit, self._name)
-        with self._rerun.again(), torch.enable_grad():
-            result = closure()
-        return self.measure(here, result)
+        self.count += 1
+        with torch.enable_grad():
+            result = self._rerun.again(closure)
+        return self.measure(here, loss_of(result))
 
     def undo(self) -> None:
         """Take back what the first call did to buffers."""
@@ -126,9 +129,9 @@ class Evaluator:
         """The vectors over these parameters."""
         return self._contributions.space_of(params)
 
-    def measure(self, here: Here, result: Any) -> Evaluation:
-        """What the last call left."""
-        loss = loss_of(result) * self._sign
+    def measure(self, here: Here, loss: float) -> Evaluation:
+        """What the last call left, which returned this loss."""
+        loss *= self._sign
         found, world = self._contributions.found(here.space), self._finder.world
         k = found.passes * world.ranks
         if k < 2:

@@ -140,7 +140,6 @@ class SGDOLFree(WatchingOptimizer):
             here, now = self._arrive(state, result)
             if not now.finite:
                 self._evaluator().undo()
-            state = state._replace(evaluations=state.evaluations + 1)
             elsewhere = Elsewhere(self._evaluator(), closure, self._settings, self._vector)
             state, here, now = elsewhere.advance(state, here, now)
         except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C there
@@ -153,7 +152,7 @@ class SGDOLFree(WatchingOptimizer):
             state = self._move(state, here, now)
         elif not now.finite:
             state = state._replace(skipped=state.skipped + 1)
-        self._keep_rule(state, now.k)
+        self._keep_rule(state._replace(evaluations=state.evaluations + self._evaluator().count), now.k)
         self._whereabouts.remember(here)
         return result
 
@@ -247,7 +246,7 @@ class SGDOLFree(WatchingOptimizer):
 
     def _arrive(self, state: State, result: Any) -> tuple[Here, Evaluation]:
         """The point, the metric there, and what the first call of the closure says."""
-        loss_of(result)  # or say what is wrong with it
+        loss = loss_of(result)
         space = self._taking_part()
         self._refuse_sparse(space.params)
         self._turn = not self._turn  # the memory of the last point is still needed
@@ -263,7 +262,7 @@ class SGDOLFree(WatchingOptimizer):
         elif isinstance(metric, RMS):
             weight = _geometric_sum(metric.decay, state.updates)
             here = here._replace(inverse=space.inverse_diagonal(metric, self._vector("squares"), weight, []))
-        return here, self._evaluator().measure(here, result)
+        return here, self._evaluator().measure(here, loss)
 
     def _move(self, state: State, here: Here, now: Evaluation) -> State:
         """Move along the momentum direction, and learn from the gradients; ``here.x`` goes along. Calls no closure."""

@@ -41,6 +41,8 @@ def multiply(a: Vector, b: Vector, out: Vector) -> Vector:
 
 def dot(a: Vector, b: Vector) -> Tensor:
     """<a, b>, still on the device; :func:`numbers` reads several at once."""
+    if len(a) == 1:
+        return torch.dot(a[0], b[0])
     return _sum([torch.dot(x, y) for x, y in zip(a, b, strict=True)])
 
 
@@ -51,7 +53,7 @@ def total(a: Vector) -> Tensor:
 
 def numbers(*scalars: Tensor) -> list[float]:
     """These scalars on the host, in one wait."""
-    if all(s.device.type == "cpu" for s in scalars):
+    if scalars[0].device.type == "cpu":
         return [s.item() for s in scalars]
     return torch.stack([s.detach().to(device=scalars[0].device, dtype=torch.float64) for s in scalars]).tolist()
 
@@ -84,10 +86,7 @@ def _sum(scalars: list[Tensor]) -> Tensor:
 
 def same(a: Vector, b: Vector) -> bool:
     """Whether these are the same numbers."""
-    return all(
-        np.array_equal(x.numpy(), y.numpy()) if x.device.type == "cpu" else torch.equal(x, y)  # ten times as fast
-        for x, y in zip(a, b, strict=True)
-    )
+    return all(map(torch.equal, a, b))
 
 
 class _Memory:
@@ -307,10 +306,11 @@ class Space:
         seen = multiply(g, g, self.empty("scratch")) if squares is None else squares
         sums = [kind.sums(v) for kind, v in zip(self._kinds, seen, strict=True)]
         share = self.size / (sum(map(sum, sums)) or 1.0)
-        # The coefficients for an overall mean of 1, of tensors whose own mean is 1 and 0: between them D^2 is linear.
+        # The coefficients for an overall mean of 1, of tensors whose own mean is 1 too; if that is 0, D is at its floor:
+        # between them D^2 is linear.
         a, c = metric.coefficients(weight, Means(1.0, 1.0))
-        _, least = metric.coefficients(weight, Means(0.0, 1.0))
-        slope, least, a = c * c - least * least, least * least, a * a * share * (weight or 1.0)
+        least = metric.floor**2
+        slope, a = c * c - least, a * a * share * (weight or 1.0)
         result = self.empty("inverse")
         for kind, v, s, inverse in zip(self._kinds, seen, sums, result, strict=True):
             torch.mul(v, 0.0 if squares is None else a, out=inverse)

@@ -9,7 +9,7 @@ from sgdol.torch._vectors import Space, Vector, same
 
 __all__ = ["Whereabouts"]
 
-WHOLE = 1 << 17
+WHOLE = 1 << 14
 SAMPLED = 256
 """A point of at most so many coordinates is compared whole, of a larger one about so many of them."""
 
@@ -61,5 +61,8 @@ def _versions(space: Space) -> list[int]:
 
 
 def _samples(space: Space, x: Vector) -> Vector:
-    """The point itself, whose memory is kept, or a few coordinates of a large one."""
-    return x if space.size <= WHOLE else [flat[:: max(1, flat.numel() // SAMPLED)].clone() for flat in x]
+    """The point itself, or a few coordinates of a large one; copied, if its memory is not kept."""
+    if space.size <= WHOLE:
+        return x
+    few = [flat[:: max(1, flat.numel() // SAMPLED)] for flat in x]
+    return few if space.keeps else [flat.clone() for flat in few]
