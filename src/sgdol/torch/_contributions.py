@@ -32,8 +32,8 @@ class Found(NamedTuple):
     """The sum of the contributions: what is in ``.grad``, times the factor."""
     squares: Vector | None = None
     """The sum of the squares of this rank's own contributions, coordinate by coordinate..."""
-    apart: Vector | None = None
-    """...or, of two that are the sum, their difference: the squares are those of the sum and of that, halved."""
+    second: Vector | None = None
+    """...or, if there are two and they are the sum, the second."""
 
 
 class Contributions:
@@ -120,8 +120,7 @@ class Contributions:
         untouched = self._last[0] is space and self._untouched()
         self._left = []  # these are the gradients themselves: whoever sets them to None wants their memory back
         if untouched and self._second is not None:
-            g, second = self._last[1], self._second
-            return Found(passes, g, apart=[torch.sub(a, b, alpha=2, out=b) for a, b in zip(g, second, strict=True)])
+            return Found(passes, self._last[1], second=self._second)
         self._square()
         if self._squares is None:
             return Found(passes, space.gradients(self.factor, self._name))

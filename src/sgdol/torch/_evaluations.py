@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sgdol.torch._contributions import Contributions
+from sgdol.torch._contributions import Contributions, Found
 from sgdol.torch._rerun import Rerun
 from sgdol.torch._vectors import Space, Vector, dot, multiply, norm, numbers, total
 from sgdol.torch._world import Finder, Own
 
-__all__ = ["Evaluation", "Evaluator", "Here", "loss_of", "root"]
+__all__ = ["Evaluation", "Evaluator", "Here", "Kept", "loss_of", "root"]
 
 
 class Evaluation(NamedTuple):
@@ -69,6 +69,17 @@ class Here(NamedTuple):
         return [torch.sub(x, y, out=z) for x, y, z in zip(a, b, self.space.empty(name), strict=True)]
 
 
+class Kept(NamedTuple):
+    """What was in ``.grad``, to be put there again."""
+
+    gradients: list[tuple[Tensor, Tensor | None]]
+
+    def put_back(self) -> None:
+        """Put it there."""
+        for p, gradient in self.gradients:
+            p.grad = gradient
+
+
 class Evaluator:
     """Calls closures over some parameters.
 
@@ -112,14 +123,19 @@ class Evaluator:
         self.unit = abs(self._contributions.factor)
         return result
 
-    def again(self, closure: Callable[[], Any], here: Here) -> Evaluation:
-        """Evaluate the same batch where the parameters are now, in the metric of this step; nobody notices."""
+    def again(self, closure: Callable[[], Any]) -> float:
+        """Evaluate the same batch where the parameters are now, so that nobody notices: the loss."""
         self._name = "again"
         self._contributions.begin(self._sign, self.unit, self._name)
         self.count += 1
         with torch.enable_grad():
-            result = self._rerun.again(closure)
-        return self.measure(here, loss_of(result))
+            return loss_of(self._rerun.again(closure))
+
+    def kept(self, here: Here, now: Evaluation) -> Kept:
+        """What is in ``.grad`` now. Ranks may have it in memory that the next backward writes to: theirs is copied."""
+        if self._finder.world.ranks > 1:
+            here.space.put_gradients(now.g, self.factor)
+        return Kept([(p, p.grad) for p in here.space.params])
 
     def undo(self) -> None:
         """Take back what the first call did to buffers."""
@@ -130,9 +146,16 @@ class Evaluator:
         return self._contributions.space_of(params)
 
     def measure(self, here: Here, loss: float) -> Evaluation:
-        """What the last call left, which returned this loss."""
-        loss *= self._sign
-        found, world = self._contributions.found(here.space), self._finder.world
+        """What the last call left, which returned this loss; in the metric of this step."""
+        return self.measure_found(here, loss, self.gradient(here))
+
+    def gradient(self, here: Here) -> Found:
+        """The gradient that the last call left, nothing of which is measured yet."""
+        return self._contributions.found(here.space)
+
+    def measure_found(self, here: Here, loss: float, found: Found) -> Evaluation:
+        """The same of a gradient that has been looked at before."""
+        loss, world = loss * self._sign, self._finder.world
         k = found.passes * world.ranks
         if k < 2:
             raise RuntimeError(
@@ -141,8 +164,10 @@ class Evaluator:
                 "(loss_fn(model(x), y) / 2).backward()"
             )
         n, squared = here.square(found.g, f"{self._name}, squared")
-        if found.apart is not None:
-            nn, rest = numbers(n, here.square(found.apart, "scratch")[0])
+        if found.second is not None:
+            # Two gradients and their sum: the squares of the sum and of the difference, halved.
+            pairs = zip(found.g, found.second, strict=True)
+            nn, rest = numbers(n, here.square([torch.sub(g, c, alpha=2, out=c) for g, c in pairs], "scratch")[0])
             qq = (nn + rest) / 2
         elif found.squares is None:
             raise RuntimeError(
