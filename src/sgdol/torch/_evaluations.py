@@ -51,7 +51,7 @@ class Here(NamedTuple):
         return g if self.inverse is None else multiply(g, self.inverse, self.space.empty(name))
 
     def square(self, g: Vector, name: str) -> tuple[Tensor, Vector | None]:
-        """||g||^2 of a gradient, in D^-1, still on the device, and the squares, if D is not 1, in the memory of this name."""
+        """||g||^2 of a gradient, in D^-1, still on the device; and g^2 in the memory of this name, unless D is 1."""
         if self.inverse is None:
             return dot(g, g), None
         squared = multiply(g, g, self.space.empty(name))

@@ -256,7 +256,7 @@ class Space:
         return torch.equal(sample if factor == 1.0 else sample / factor, entries.to(sample.dtype))
 
     def collect(self, tensor_of: Callable[[Tensor], Tensor | None], factor: float, name: str) -> Vector:
-        """A vector from a tensor for each parameter, 0 where there is none, times a factor, in the memory of this name."""
+        """A tensor for each parameter, 0 where there is none, times a factor, as a vector in the memory of this name."""
         found = self.empty(name)
         for kind, flat in zip(self._kinds, found, strict=True):
             kind.collect(flat, [tensor_of(p) for p in kind.params])
@@ -306,8 +306,8 @@ class Space:
         seen = multiply(g, g, self.empty("scratch")) if squares is None else squares
         sums = [kind.sums(v) for kind, v in zip(self._kinds, seen, strict=True)]
         share = self.size / (sum(map(sum, sums)) or 1.0)
-        # The coefficients for an overall mean of 1, of tensors whose own mean is 1 too; if that is 0, D is at its floor:
-        # between them D^2 is linear.
+        # The coefficients for an overall mean of 1, of tensors whose own mean is 1 too; where that is 0, D is at its floor,
+        # and between them D^2 is linear.
         a, c = metric.coefficients(weight, Means(1.0, 1.0))
         least = metric.floor**2
         slope, a = c * c - least, a * a * share * (weight or 1.0)
