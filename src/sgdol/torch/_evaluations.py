@@ -118,8 +118,11 @@ class Evaluator:
         self._name = "now"
         self._contributions.begin(self._sign, None if choose else self.unit, self._name)
         self.count = 1
-        with torch.enable_grad():
+        if torch.is_grad_enabled():
             result = self._rerun.first(closure)
+        else:
+            with torch.enable_grad():
+                result = self._rerun.first(closure)
         self.unit = abs(self._contributions.factor)
         return result
 

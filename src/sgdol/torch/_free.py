@@ -109,6 +109,7 @@ class SGDOLFree(WatchingOptimizer):
         self._vectors: dict[str, Vector] = {}
         self._whereabouts = Whereabouts()
         self._turn = False
+        self._known: tuple[dict[str, Any] | None, State] = (None, State())
 
     # The public face --------------------------------------------------------------------------------------------------
 
@@ -128,13 +129,19 @@ class SGDOLFree(WatchingOptimizer):
                 "SGDOLFree.step needs a closure: a function that computes the loss of one batch in two or more parts, "
                 "calls backward() on each and returns the loss. Got closure=None"
             )
-        with torch.no_grad():
-            return self._step(closure)
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(self._step)(closure)
+        return self._step(closure)
 
-    @torch.compiler.disable
     def _step(self, closure: Callable[[], Any]) -> Any:
+        result = self._evaluator().first(closure, choose=self._rule().updates == 0)
+        with torch.no_grad():
+            self._learn(closure, result)
+        return result
+
+    def _learn(self, closure: Callable[[], Any], result: Any) -> None:
+        """Make the step, after the first call of the closure."""
         state = self._rule()
-        result = self._evaluator().first(closure, choose=state.updates == 0)
         here: Here | None = None
         try:
             here, now = self._arrive(state, result)
@@ -154,7 +161,6 @@ class SGDOLFree(WatchingOptimizer):
             state = state._replace(skipped=state.skipped + 1)
         self._keep_rule(state._replace(evaluations=state.evaluations + self._evaluator().count), now.k)
         self._whereabouts.remember(here)
-        return result
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -313,10 +319,14 @@ class SGDOLFree(WatchingOptimizer):
     # Numbers and vectors ----------------------------------------------------------------------------------------------
 
     def _rule(self) -> State:
-        return State(**self.param_groups[0].get("rule", {}))
+        saved = self.param_groups[0].get("rule", {})
+        if saved is not self._known[0]:
+            self._known = saved, State(**saved)
+        return self._known[1]
 
     def _keep_rule(self, state: State, k: int) -> None:
         rule = state._asdict()
+        self._known = rule, state
         for group in self.param_groups:
             group["rule"] = rule
             group["gradients"] = k

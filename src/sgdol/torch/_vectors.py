@@ -162,14 +162,17 @@ class _Kind:
             return torch.stack(torch._foreach_norm(memory.pieces, 1)).tolist()
         return numbers(*(piece.sum() for piece in memory.pieces))
 
-    def add(self, flat: Tensor, terms: list[float]) -> None:
-        """Add to each parameter's part a number of its own."""
-        memory = self.memory(flat)
-        if memory.array is None:
+    def affine(self, flat: Tensor, factor: float, terms: list[float], out: Tensor) -> Tensor:
+        """The factor times the numbers, plus a number for each parameter, in this memory."""
+        given, memory = self.memory(flat).array, self.memory(out)
+        if given is None or memory.array is None:
+            torch.mul(flat, factor, out=out)
             torch._foreach_add_(memory.pieces, terms)
-            return
+            return out
+        np.multiply(given, factor, out=memory.array)
         for part, term in zip(memory.arrays, terms, strict=True):
             np.add(part, term, out=part)
+        return out
 
     def collect(self, flat: Tensor, found: list[Tensor | None]) -> Tensor:
         """These tensors, one for each parameter, 0 where there is none."""
@@ -256,7 +259,7 @@ class Space:
         return torch.equal(sample if factor == 1.0 else sample / factor, entries.to(sample.dtype))
 
     def collect(self, tensor_of: Callable[[Tensor], Tensor | None], factor: float, name: str) -> Vector:
-        """A tensor for each parameter, 0 where there is none, times a factor, as a vector in the memory of this name."""
+        """A tensor for each parameter, 0 where there is none, times a factor: a vector in the memory of this name."""
         found = self.empty(name)
         for kind, flat in zip(self._kinds, found, strict=True):
             kind.collect(flat, [tensor_of(p) for p in kind.params])
@@ -306,16 +309,15 @@ class Space:
         seen = multiply(g, g, self.empty("scratch")) if squares is None else squares
         sums = [kind.sums(v) for kind, v in zip(self._kinds, seen, strict=True)]
         share = self.size / (sum(map(sum, sums)) or 1.0)
-        # The coefficients for an overall mean of 1, of tensors whose own mean is 1 too; where that is 0, D is at its floor,
-        # and between them D^2 is linear.
+        # The coefficients for an overall mean of 1, of tensors whose own mean is 1 too; where that is 0, D is at its
+        # floor, and between them D^2 is linear.
         a, c = metric.coefficients(weight, Means(1.0, 1.0))
         least = metric.floor**2
         slope, a = c * c - least, a * a * share * (weight or 1.0)
         result = self.empty("inverse")
         for kind, v, s, inverse in zip(self._kinds, seen, sums, result, strict=True):
-            torch.mul(v, 0.0 if squares is None else a, out=inverse)
-            kind.add(inverse, [least + slope * share * x / (size or 1) for x, size in zip(s, kind.sizes, strict=True)])
-            inverse.rsqrt_()
+            terms = [least + slope * share * x / (size or 1) for x, size in zip(s, kind.sizes, strict=True)]
+            kind.affine(v, 0.0 if squares is None else a, terms, inverse).rsqrt_()
         return result
 
 
