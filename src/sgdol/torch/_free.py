@@ -129,6 +129,8 @@ class SGDOLFree(WatchingOptimizer):
                 "SGDOLFree.step needs a closure: a function that computes the loss of one batch in two or more parts, "
                 "calls backward() on each and returns the loss. Got closure=None"
             )
+        if self._swapped:
+            raise RuntimeError("step() inside averaged() would train the averaged weights: leave it first")
         if torch.compiler.is_compiling():
             return torch.compiler.disable(self._step)(closure)
         return self._step(closure)
@@ -149,16 +151,16 @@ class SGDOLFree(WatchingOptimizer):
                 self._evaluator().undo()
             elsewhere = Elsewhere(self._evaluator(), closure, self._settings, self._vector)
             state, here, now = elsewhere.advance(state, here, now)
-        except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C there
+            if now.finite and state.first_norm > 0:
+                state = self._move(state, here, now)
+            elif not now.finite:
+                state = state._replace(skipped=state.skipped + 1)
+        except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C
             self._evaluator().undo()
             if here is not None:
                 here.space.put(here.x)
                 self._whereabouts.remember(here)
             raise
-        if now.finite and state.first_norm > 0:
-            state = self._move(state, here, now)
-        elif not now.finite:
-            state = state._replace(skipped=state.skipped + 1)
         self._keep_rule(state._replace(evaluations=state.evaluations + self._evaluator().count), now.k)
         self._whereabouts.remember(here)
 
@@ -169,7 +171,7 @@ class SGDOLFree(WatchingOptimizer):
         Only parameters are averaged. A model with BatchNorm wants its statistics for the averaged parameters:
         :func:`torch.optim.swa_utils.update_bn` inside.
         """
-        if self._space is not None:
+        if self._space is not None and not self._swapped:
             self._whereabouts.refuse_moved(self._space, self._space.point("there"))
         with super()._averaged():
             yield
