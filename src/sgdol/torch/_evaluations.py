@@ -43,8 +43,10 @@ class Here(NamedTuple):
 
     space: Space
     x: Vector
-    inverse: Vector | None
+    inverse: Vector | None = None
     """1/D; None for Euclid's norm."""
+    usual: float | None = None
+    """The root of the mean of the past ||g||^2, all in this norm; None if the metric does not remember them."""
 
     def sharp(self, g: Vector, name: str = "scratch") -> Vector:
         """From a gradient to a direction: D^-1 g, in the memory of this name, or g itself if D is 1."""

@@ -258,7 +258,7 @@ class SGDOLFree(WatchingOptimizer):
         space = self._taking_part()
         self._refuse_sparse(space.params)
         self._turn = not self._turn  # the memory of the last point is still needed
-        here = Here(space, space.point(f"x, {self._turn}"), None)
+        here = Here(space, space.point(f"x, {self._turn}"))
         self._whereabouts.refuse_moved(space, here.x)
         metric = self._metric()
         if state.updates == 0:
@@ -268,15 +268,18 @@ class SGDOLFree(WatchingOptimizer):
                 inverse = space.inverse_diagonal(metric, None, 0.0, space.gradients(self._evaluator().factor, "g"))
                 here = here._replace(inverse=inverse)
         elif isinstance(metric, RMS):
-            weight = _geometric_sum(metric.decay, state.updates)
-            here = here._replace(inverse=space.inverse_diagonal(metric, self._vector("squares"), weight, []))
+            weight, squares, usual = _geometric_sum(metric.decay, state.updates), self._vector("squares"), None
+            inverse = space.inverse_diagonal(metric, squares, weight, [])
+            if state.updates >= self._settings.clip_from:
+                usual = root(numbers(dot(squares, inverse))[0] / weight) / self._evaluator().unit
+            here = here._replace(inverse=inverse, usual=usual)
         return here, self._evaluator().measure(here, loss)
 
     def _move(self, state: State, here: Here, now: Evaluation) -> State:
         """Move along the momentum direction, and learn from the gradients; ``here.x`` goes along. Calls no closure."""
         options = self.param_groups[0]
         beta, unit = options["momentum"], self._evaluator().unit
-        clipped = free.clipping(state, now.norm, self._usual(here, state), self._settings)
+        clipped = free.clipping(state, now.norm, here.usual, self._settings)
         if clipped < 1:
             for g in now.g:
                 g.mul_(clipped)
@@ -310,13 +313,6 @@ class SGDOLFree(WatchingOptimizer):
             for v, square in zip(self._vector("squares"), now.squared, strict=True):
                 torch.add(square, v, alpha=metric.decay, out=v)
         return state
-
-    def _usual(self, here: Here, state: State) -> float | None:
-        """The root of the mean of the past ||g||^2, all in this norm; None if the metric does not remember them."""
-        if here.inverse is None or state.updates < self._settings.clip_from:
-            return None
-        squares = numbers(dot(self._vector("squares"), here.inverse))[0]
-        return root(squares / _geometric_sum(self._metric().decay, state.updates)) / self._evaluator().unit
 
     # Numbers and vectors ----------------------------------------------------------------------------------------------
 
