@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from sgdol.metrics import Euclidean, Metric
 from sgdol.torch._averaging import swapped_in
 from sgdol.torch._geometry import Geometry
+from sgdol.torch._remarks import Remarks
 from sgdol.torch._sources import Keep, Recorder, Wish
 from sgdol.torch._tensors import real_view
 from sgdol.torch._world import Finder, World, is_sharded, local
@@ -114,7 +115,7 @@ class WatchingOptimizer(Optimizer):
         self._finder = finder = Finder(params, own, self)
         self._geometry = Geometry(metrics, self.state, lambda: finder.world)
         if self._recorder is None:
-            self._recorder = Recorder(finder, self._geometry)
+            self._recorder = Recorder(finder, self._geometry, Remarks(self._warn))
         else:
             self._recorder.rebase(finder, self._geometry)
         self._watch()

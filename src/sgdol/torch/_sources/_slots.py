@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from sgdol.torch._tensors import real_gradient, wide_dtype
 from sgdol.torch._world import Tap, is_sharded, local
@@ -31,18 +32,24 @@ class Slot:
         "gradients",
         "keep",
         "lazy",
+        "ordinary",
         "param",
         "previous",
         "reduces",
         "seen",
         "seen_version",
+        "shared",
         "squares",
         "tap",
+        "together",
     )
 
     def __init__(self, param: Tensor, keep: Keep) -> None:
         self.param = param
         self.keep = keep
+        self.ordinary = type(param) in (Tensor, Parameter)
+        self.together = False  # whether it is measured with others that are small
+        self.shared = False  # by several graph tasks of one backward
         self.tap = Tap()
         self.reduces = False  # by fully_shard, which writes .grad itself
         self.seen: Any = None
