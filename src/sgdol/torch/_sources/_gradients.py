@@ -83,6 +83,8 @@ class Source(Protocol):
 
 def settled(gradients: Gradients, geometry: Geometry) -> Gradients:
     """The gradients in the metric of this step, which is known of all of them only now."""
+    if geometry.plain:
+        return gradients
     divisors = geometry.begin(gradients.params, gradients.n)
     if divisors is None:
         return gradients

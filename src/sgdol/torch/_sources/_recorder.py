@@ -31,7 +31,7 @@ from sgdol.torch._geometry import Geometry
 from sgdol.torch._listening import Listening, after_backward
 from sgdol.torch._remarks import Remarks
 from sgdol.torch._sources._measures import Found, Measures, ratio
-from sgdol.torch._sources._running import Running, graph_task, outermost, thread
+from sgdol.torch._sources._running import Quick, Running, graph_task, outermost, quick_hook, thread
 from sgdol.torch._sources._samples import Samples
 from sgdol.torch._sources._slots import Keep, Slot
 from sgdol.torch._sources._small import FEW, Small
@@ -59,9 +59,12 @@ class Recorder:
         self._kinds: list[Any] = []
         self._measures = Measures(self._slots, geometry)
         self._small, self._together, self._outdated = Small(), False, True
-        self._others: list[int] = []  # the slots that are not measured together
+        self._all: list[int] = []
+        self._large: list[int] = []
+        self._others = self._all  # the slots that are not measured together
         self._lock = threading.RLock()
         self._tasks: dict[int, Running] = {}  # by graph task: reentrant checkpointing nests them
+        self._quick: Quick = {}
         self._running: list[Running] = []
         self._home = thread()
         self._crowded = False
@@ -84,10 +87,15 @@ class Recorder:
             if index is None:
                 index = self._index[param] = len(self._slots)
                 self._slots.append(Slot(param, keep))
-                self._others.append(index)
+                self._all.append(index)
+                self._large.append(index)
                 self._keeps_gradients |= keep == "gradients"
             slot = self._slots[index]
-            world.tap(param, slot.tap, Listening(self, index))
+            listening = Listening(self, index)
+            if slot.ordinary and not world.spread and param.requires_grad and param.is_leaf:
+                slot.tap.attach(param, quick_hook(self._quick, index, slot, listening))
+            else:
+                world.tap(param, slot.tap, listening)
             slot.reduces = world.reduces(param)
             if new and param.requires_grad and param.is_leaf and slot.dense():
                 self._adopt(slot)
@@ -115,8 +123,9 @@ class Recorder:
         """Forget the passes: their gradients have been used, and are there still, or thrown away."""
         with self._lock:
             self._used, self.left_over, self.bent = used, False, False
+            together = self._together
             for slot in self._slots:
-                if self._together and slot.together:
+                if together and slot.together:
                     slot.count = 0
                 elif slot.count or slot.previous is not None:
                     slot.forget()
@@ -126,12 +135,12 @@ class Recorder:
             self._small.reset()
             self._go_together(False)
             self._tasks.clear()
+            self._quick.clear()
             self._running.clear()
             self._home = thread()  # where the training loop is
 
-    @torch.no_grad()
     def found(self, params: list[Tensor]) -> Found:
-        """Everything that is known about the gradients of these parameters on this rank."""
+        """Everything that is known about the gradients of these parameters on this rank. To be called without grad."""
         with self._lock:
             self._end_all()
             slots = self._slots_of(params)
@@ -267,17 +276,18 @@ class Recorder:
             if graph_task() not in self._tasks:
                 self._begin(index)
 
-    @torch.no_grad()
     def _begin(self, index: int) -> Running:
         """The backward that runs now, of which a new graph task has reached this slot."""
         call, inside = outermost()
-        current = next((one for one in self._running if one.runs_in(call)), None)
+        current = next((one for one in self._running if one.runs_in(call, inside)), None)
         if current is None:
             current = self._start(index, call)
         current.call = call if inside and not current.told else None
         current.told |= not inside
         task = graph_task()
         self._tasks[task] = current
+        if self._together:
+            self._quick[task] = (current.together, not self._small.first)
         if self._world.ranks == 1 and not self._world.spread:
             after_backward(lambda: self._close(task, inside))
         else:
@@ -291,10 +301,10 @@ class Recorder:
         eager = self._crowded or bool(self._running) or (thread() != self._home and device == "cpu")
         if eager and (self._together or self._running):
             self._overlap()
-        number = max(slot.count for slot in self._slots)
+        number = max([slot.count for slot in self._slots])
         if number:
             self._reconcile()
-            number = max(slot.count for slot in self._slots)
+            number = max([slot.count for slot in self._slots])
         if not number:  # also after gradients have been thrown away: a GAN's generator leaves some
             self.left_over = self._used and not self._slots[index].zeroed()
             self._go_together(not eager and self._may_go_together())
@@ -311,21 +321,22 @@ class Recorder:
             return False
         if self._outdated:
             self._small.choose(self._slots)
+            self._large = [i for i, slot in enumerate(self._slots) if not slot.together]
             self._outdated = False
         self._small.reset()
         return bool(self._small.places)
 
     def _go_together(self, together: bool) -> None:
         """Measure the small ones together, or not."""
-        if together != self._together or (together and self._outdated):
-            self._together = together
-        self._others = [i for i, slot in enumerate(self._slots) if not (together and slot.together)]
+        self._together = together
+        self._others = self._large if together else self._all
 
+    @torch.no_grad()
     def _overlap(self) -> None:
         """Gradients come from several threads: the small ones go the long way from here on."""
         if self._running:
             self._crowded = True
-            if any(not one.eager and not one.number for one in self._running):
+            if any(not one.eager for one in self._running):
                 self._remarks.threads()
         if not self._together:
             return
@@ -333,6 +344,7 @@ class Recorder:
             one.small.update({i: g for i, g in one.together.items() if g is not None})
             one.arrived.update({i: None for i in one.together if i not in one.counted})
             one.together, one.eager = {}, True
+        self._quick.clear()
         slots = [self._slots[i] for i in self._small.places]
         if self._small.first:
             for slot in slots:
@@ -362,6 +374,7 @@ class Recorder:
             self._measure(current, index, gradient if slot.previous is None else gradient - slot.previous)
         slot.previous = None
 
+    @torch.no_grad()
     def _reconcile(self) -> None:
         """Before another backward: read off ``.grad`` what it tells, and see which gradients were written to."""
         if self._together:
@@ -389,11 +402,11 @@ class Recorder:
         if lazy:
             measures.read_off(lazy, touched, self._world)
 
-    @torch.no_grad()
     def _close(self, task: int, inside: bool) -> None:
         """The end of a graph task, after every rank's gradients have been averaged."""
         with self._lock:
             done = self._tasks.pop(task, None)
+            self._quick.pop(task, None)
             if done is None:
                 return
             if done.together:
@@ -415,6 +428,7 @@ class Recorder:
         done.counted.update(done.together)
         self._small.closed(done.together, done.new)
 
+    @torch.no_grad()
     def _count(self, done: Running) -> None:
         lengths: dict[int, Tensor] = {}
         for index, what in done.arrived.items():
@@ -446,10 +460,12 @@ class Recorder:
     def _end(self, done: Running) -> None:
         """A backward has ended: what several of its tasks have brought is one contribution."""
         self._running.remove(done)
-        for index, total in done.sums.items():
-            if self._slots[index].keep == "squares":
-                self._measures.add_squares(self._slots[index], total)
-        self._measures.add(done.sums)
+        if done.sums:
+            with torch.no_grad():
+                for index, total in done.sums.items():
+                    if self._slots[index].keep == "squares":
+                        self._measures.add_squares(self._slots[index], total)
+                self._measures.add(done.sums)
 
     def _end_all(self, here: int | None = None) -> None:
         """Backwards of this thread, or of all, that have not told their end have ended, or raised half-way."""

@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 import torch
 from torch import Tensor
 
-__all__ = ["Running", "graph_task", "outermost", "thread"]
+from sgdol.torch._listening import Listening
+from sgdol.torch._sources._slots import Slot
+from sgdol.torch._world import local
+
+__all__ = ["Quick", "Running", "graph_task", "outermost", "quick_hook", "thread"]
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+Quick = dict[int, tuple[dict[int, Tensor | None], bool]]
+"""By graph task: where gradients that are measured together are kept, and whether they are, or only counted."""
 
 graph_task = torch._C._current_graph_task_id
 thread = threading.get_ident
@@ -68,9 +76,11 @@ class Running:
         self.sums: dict[int, Tensor] = {}
         """What several tasks have brought the slots that they share."""
 
-    def runs_in(self, call: FrameType | None) -> bool:
-        """Whether a task under this call is part of it."""
-        return call is not None and (self.call is call if self.call is not None else self.outer == id(call))
+    def runs_in(self, call: FrameType | None, inside: bool) -> bool:
+        """Whether a task under this call is part of it, the outermost of which there is one, or one inside."""
+        if self.told:
+            return inside and call is not None and self.outer == id(call)
+        return call is not None and self.call is call
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add to what several tasks bring a slot."""
@@ -86,3 +96,20 @@ def outermost() -> tuple[FrameType | None, bool]:
             found, depth = frame, depth + 1
         frame = frame.f_back  # type: ignore[assignment]
     return found, depth > 1
+
+
+def quick_hook(quick: Quick, index: int, slot: Slot, listening: Listening) -> Callable[[tuple[Tensor | None, ...]], None]:
+    """A hook of one ordinary leaf. It is called more often than anything else, so its usual way is short."""
+    strided = torch.strided
+
+    def hook(gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[0]
+        if gradient is None:
+            return
+        found = quick.get(graph_task()) if slot.together else None
+        if found is None or index in found[0] or gradient.layout is not strided or gradient.requires_grad:
+            listening.arrived(local(gradient))
+        else:
+            found[0][index] = gradient if found[1] else None
+
+    return hook

@@ -22,7 +22,7 @@ __all__ = ["FEW", "Small"]
 FEW = 1 << 12
 """Gradients of at most so many entries are small: they are kept until they are measured all at once."""
 
-Numbers = NDArray[np.float64]
+Numbers = NDArray[Any]
 
 
 class Small:
@@ -48,12 +48,12 @@ class Small:
             slot.together = True
         self._sizes = [slot.param.numel() for slot in self._slots]
         self._total = sum(self._sizes)
-        self._offsets = np.cumsum([0, *self._sizes, *self._sizes, *self._sizes])[:-1]
+        self._offsets = np.cumsum([0, *self._sizes, *self._sizes])[:-1]
         self.reset()
 
     def reset(self) -> None:
         """Forget all gradients."""
-        self._base: Tensor | None = None
+        self._base: Numbers | None = None
         self._q: Numbers | None = None
         self._held: dict[int, Tensor | None] = {}
         self._new: list[int] = []
@@ -71,28 +71,26 @@ class Small:
         grads = [slot.param.grad for slot in self._slots]
         self._noted = [(g, -1 if g is None else g._version) for g in grads]
 
-    @torch.no_grad()
     def ended(self) -> None:
         """Look at once if a hook may have changed ``.grad`` in the middle of the backward: that is no factor on all."""
-        if self._base is not None and any(slot.param._post_accumulate_grad_hooks for slot in self._slots):
-            self._measure(hooked=True)
+        if self._base is not None and any([slot.param._post_accumulate_grad_hooks for slot in self._slots]):
+            with torch.no_grad():
+                self._measure(hooked=True)
 
-    @torch.no_grad()
     def fold(self) -> None:
-        """Before another backward: add what the last one brought to what is known."""
+        """Before another backward: add what the last one brought to what is known. To be called without grad."""
         if self._base is not None:
             self._measure()
             return
         now = self._flat(self._gradients())
         touched = self._touched()
         if touched:
-            lengths = self._squares(now)
+            lengths = self._squares(now)[0]
             for place in touched:
-                if lengths[0, place] == 0:  # thrown away
+                if lengths[place] == 0:  # thrown away
                     self._slots[place].count = 0
         self._base, self._q, self._held = now, None, {}
 
-    @torch.no_grad()
     def measured(self, *, look: bool = True) -> tuple[Tensor, Tensor]:
         """(n, q) of each, in the scale of ``.grad`` now, or, without a look at it, of before the backward that runs."""
         if self._base is None:
@@ -107,38 +105,35 @@ class Small:
     # Inside -----------------------------------------------------------------------------------------------------------
 
     def _measure(self, *, hooked: bool = False) -> tuple[Numbers, Numbers]:
-        base, q, held, new = self._base, self._q, self._held, self._new
+        base, q, held, size = self._base, self._q, self._held, self._total
         assert base is not None
-        size = self._total
-        brought = [held.get(i) for i in self.places] if held else []
-        parts = [*([base] if q is None else []), *self._filled(brought), *self._gradients()]
-        flat = self._flat(parts, (q is None) + bool(held) + 1)
-        now = flat[-size:]
+        parts = self._gradients()
         if held:
-            contribution = flat[-2 * size : -size]
-            expected = base + contribution
-            for place in [self.places.index(i) for i in new]:  # what was there before is part of its first
-                at = slice(int(self._offsets[place]), int(self._offsets[place]) + self._sizes[place])
-                contribution[at] += base[at]
-        else:
-            expected = base
+            parts = [*self._filled([held.get(i) for i in self.places]), *parts]
+        flat = self._flat(parts, 2 if held else 1)
+        now = flat[-size:]
+        expected = base + flat[:size] if held else base
+        for place in map(self.places.index, self._new):  # what was there before is part of its first contribution
+            at = slice(self._offsets[place], self._offsets[place] + self._sizes[place])
+            flat[at] += base[at]
         squares = self._squares(flat)
         if q is None:
-            q = squares[0] * [slot.count > (i in new) for i, slot in zip(self.places, self._slots, strict=True)]
+            q = self._squares(base)[0]
+            q *= [slot.count > (i in self._new) for i, slot in zip(self.places, self._slots, strict=True)]
         if held:
-            q = q + squares[-2]
-        if not torch.equal(expected, now):
+            q = q + squares[0]
+        if not (expected == now).all():
             self.bent = self.bent or hooked
             q = self._rescaled(q, expected, now)
         self._base, self._q, self._held, self._new = now, q, {}, []
         return squares[-1], q
 
-    def _rescaled(self, q: Numbers, expected: Tensor, now: Tensor) -> Numbers:
+    def _rescaled(self, q: Numbers, expected: Numbers, now: Numbers) -> Numbers:
         """Q in the scale of ``.grad`` now, which is not what backward left."""
-        a, b = expected.to(torch.float64), now.to(torch.float64)
-        stacked = torch.cat([a * a, a * b, b * b, (expected != now).to(torch.float64)])
-        before, cross, after, changed = self._sums(stacked)
+        a, b = expected.astype(np.float64), now.astype(np.float64)
         with np.errstate(all="ignore"):
+            rows = [self._sums(row)[0] for row in (a * a, a * b, b * b, (expected != now).astype(np.float64))]
+            before, cross, after, changed = rows
             factors = np.where((changed > 0) & (before > 0), after / np.where(before > 0, before, 1), 1.0)
             bent = np.where(before > 0, cross * cross < (1 - BENT) * before * after, after > 0)
         thrown_away = (changed > 0) & (after == 0)
@@ -164,28 +159,27 @@ class Small:
         pairs = zip(tensors, self._slots, strict=True)
         return [torch.zeros_like(slot.param) if t is None else t for t, slot in pairs]
 
-    def _flat(self, tensors: list[Tensor], times: int = 1) -> Tensor:
-        flat: Tensor = torch._C._nn.flatten_dense_tensors(tensors)  # of a single one, its own memory
-        flat = flat.clone() if len(tensors) == 1 else flat
+    def _flat(self, tensors: list[Tensor], times: int = 1) -> Numbers:
+        flat: Tensor = torch._C._nn.flatten_dense_tensors(tensors)
         if flat.numel() != times * self._total or flat.dtype != self._slots[0].param.dtype:
             raise RuntimeError(
                 "parameters or their gradients got another shape or type between the backward passes of one step: call "
                 "zero_grad() of the optimizer after replacing a parameter's data"
             )
-        return flat
+        numbers: Numbers = flat.numpy()
+        return numbers.copy() if len(tensors) == 1 else numbers  # of a single one, flat is its own memory
 
-    def _squares(self, flat: Tensor) -> Numbers:
+    def _squares(self, flat: Numbers) -> Numbers:
         """The squared norm of each gradient, one row for each of the vectors that are laid end to end."""
-        return self._sums(flat.square() if flat.dtype == torch.float64 else flat.to(torch.float64).square_())
+        wide = flat.astype(np.float64)
+        with np.errstate(over="ignore"):
+            np.multiply(wide, wide, out=wide)
+        return self._sums(wide)
 
-    def _sums(self, flat: Tensor) -> Numbers:
-        times = flat.numel() // self._total
-        if times <= 3:
-            offsets = self._offsets[: times * len(self._slots)]
-        else:
-            offsets = np.concatenate([self._offsets[: len(self._slots)] + i * self._total for i in range(times)])
-        sums: Any = np.add.reduceat(flat.numpy(), offsets)
-        return sums.reshape(times, -1)  # type: ignore[no-any-return]
+    def _sums(self, flat: Numbers) -> Numbers:
+        times = flat.size // self._total
+        sums: Numbers = np.add.reduceat(flat, self._offsets[: times * len(self._slots)])
+        return sums.reshape(times, -1)
 
 
 def _is_small(slot: Slot) -> bool:
@@ -194,6 +188,6 @@ def _is_small(slot: Slot) -> bool:
         slot.keep == "norms"
         and slot.ordinary
         and p.device.type == "cpu"
-        and p.dtype.is_floating_point
+        and p.dtype in (torch.float32, torch.float64)
         and 0 < p.numel() <= FEW
     )
