@@ -89,7 +89,7 @@ class Small:
             for place in touched:
                 if lengths[place] == 0:  # thrown away
                     self._slots[place].count = 0
-        self._base, self._q, self._held = now, None, {}
+        self._base, self._q, self._held, self._new = now, None, {}, []
 
     def measured(self, *, look: bool = True) -> tuple[Tensor, Tensor]:
         """(n, q) of each, in the scale of ``.grad`` now, or, without a look at it, of before the backward that runs."""
