@@ -256,6 +256,7 @@ class Recorder:
         """Another task of the same backward brings a gradient too: together they are one contribution."""
         slot = self._slots[index]
         slot.expected = None
+        current.again.add(index)
         if index in current.sums:
             current.add(index, gradient)
         elif slot.lazy or (not slot.count and not current.eager and not self._world.waits(slot.param)):
@@ -411,7 +412,7 @@ class Recorder:
                 return
             if done.together:
                 self._count_together(done)
-            if done.arrived:
+            if done.arrived or done.again:
                 self._count(done)
             if not inside:
                 self._end(done)
@@ -444,18 +445,23 @@ class Recorder:
                 lengths[index] = what
         self._measures.add_lengths(lengths)
         self._measures.add(done.small)
+        self._see((*done.arrived, *done.again))
+        done.again.clear()
+        done.counted.update(done.arrived)
+        done.arrived, done.small = {}, {}
+
+    def _see(self, reached: Iterable[int]) -> None:
+        """Note what ``.grad`` is at the end of a task that has reached these slots."""
         slots = self._slots
         stale = [i for i in self._others if slots[i].dense() and not slots[i].lazy and not slots[i].untouched()]
         if stale:
             self._measures.note(stale)
-        for i in done.arrived.keys() | set(stale):
+        for i in {*reached, *stale}:
             slots[i].see()
             if len(self._running) > 1:  # another may have written to it since
                 slots[i].seen = None
         if stale:
             self._samples.take([slots[i] for i in self._others if slots[i].dense() and not slots[i].lazy])
-        done.counted.update(done.arrived)
-        done.arrived, done.small = {}, {}
 
     def _end(self, done: Running) -> None:
         """A backward has ended: what several of its tasks have brought is one contribution."""

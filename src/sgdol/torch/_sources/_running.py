@@ -40,6 +40,7 @@ class Running:
     """
 
     __slots__ = (
+        "again",
         "arrived",
         "call",
         "counted",
@@ -73,6 +74,8 @@ class Running:
         """To which of these slots it brought the first."""
         self.counted: set[int] = set()
         """The slots of which it has been counted already, when a task of several ended."""
+        self.again: set[int] = set()
+        """The slots that a second task has reached."""
         self.sums: dict[int, Tensor] = {}
         """What several tasks have brought the slots that they share."""
 
