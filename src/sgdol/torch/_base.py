@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from sgdol.metrics import Euclidean, Metric
@@ -107,6 +108,7 @@ class WatchingOptimizer(Optimizer):
     def _assemble(self) -> None:
         """Watch the parameters, in the metrics that they have: the groups or the state have become others."""
         params = self._params()
+        self._refuse_subclasses(params)
         metrics = {p: self._metric_of(group) for group in self.param_groups for p in group["params"]}
         metrics = {p: metric for p, metric in metrics.items() if not isinstance(metric, Euclidean)}
         own = not metrics and not any(any(self._wish(p)) for p in params)
@@ -138,7 +140,18 @@ class WatchingOptimizer(Optimizer):
             return "gradients"
         return "squares" if wish.coordinates else "norms"
 
+    def _refuse_subclasses(self, params: list[Tensor]) -> None:
+        for index, p in enumerate(params):
+            if p.requires_grad and not is_sharded(p) and not is_lazy(p) and type(local(p.detach())) is not Tensor:
+                raise TypeError(
+                    f"{type(self).__name__} cannot train parameter {index}, a {type(p).__name__} of shape "
+                    f"{tuple(p.shape)}: a tensor with kernels of its own need not have numbers that can be read. Use "
+                    "an ordinary tensor; a DTensor and subclasses that only add methods are supported"
+                )
+
     def _refuse_sparse(self, params: list[Tensor]) -> None:
+        if self._recorder is not None:
+            self._recorder.refuse_compiled()
         for index, p in enumerate(params):
             grad = p.grad
             if grad is not None and grad.layout != torch.strided:

@@ -31,7 +31,7 @@ from sgdol.torch._geometry import Geometry
 from sgdol.torch._listening import Listening, after_backward
 from sgdol.torch._remarks import Remarks
 from sgdol.torch._sources._measures import Found, Measures, ratio
-from sgdol.torch._sources._running import Quick, Running, graph_task, outermost, quick_hook, thread
+from sgdol.torch._sources._running import COMPILED, Quick, Running, graph_task, outermost, quick_hook, thread
 from sgdol.torch._sources._samples import Samples
 from sgdol.torch._sources._slots import Keep, Slot
 from sgdol.torch._sources._small import FEW, Small
@@ -112,6 +112,15 @@ class Recorder:
     def rebase(self, finder: Finder, geometry: Geometry) -> None:
         """Go on with another finder and geometry: the parameters are more, or their state is another."""
         self._finder, self._world, self._measures.geometry = finder, finder.here, geometry
+
+    def refuse_compiled(self) -> None:
+        """Raise if passes went by uncounted because autograd was compiled."""
+        if COMPILED in self._quick:
+            self.reset()
+            raise NotImplementedError(
+                "SGDOL does not run under compiled autograd, which hides from hooks where a backward() ends: switch it "
+                "off (torch._dynamo.config.compiled_autograd = False). torch.compile of the model itself is fine"
+            )
 
     def unseen(self, params: list[Tensor]) -> bool:
         """Whether there are gradients that no hook has seen: parameters that are new, unfrozen, or of another type."""

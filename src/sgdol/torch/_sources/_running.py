@@ -19,12 +19,15 @@ from sgdol.torch._listening import Listening
 from sgdol.torch._sources._slots import Slot
 from sgdol.torch._world import local
 
-__all__ = ["Quick", "Running", "graph_task", "outermost", "quick_hook", "thread"]
+__all__ = ["COMPILED", "Quick", "Running", "graph_task", "outermost", "quick_hook", "thread"]
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 
 Quick = dict[int, tuple[dict[int, Tensor | None], bool]]
 """By graph task: where gradients that are measured together are kept, and whether they are, or only counted."""
+
+COMPILED = -2
+"""A graph task that is none: compiled autograd has traced a hook. Nobody can tell then where a backward ends."""
 
 graph_task = torch._C._current_graph_task_id
 thread = threading.get_ident
@@ -111,7 +114,10 @@ def quick_hook(quick: Quick, index: int, slot: Slot, listening: Listening) -> Ca
             return
         found = quick.get(graph_task()) if slot.together else None
         if found is None or index in found[0] or gradient.layout is not strided or gradient.requires_grad:
-            listening.arrived(local(gradient))
+            if torch.compiler.is_compiling():  # compiled autograd traces this
+                quick[COMPILED] = ({}, False)
+            else:
+                listening.arrived(local(gradient))
         else:
             found[0][index] = gradient if found[1] else None
 
