@@ -356,6 +356,8 @@ class Recorder:
             one.together, one.eager = {}, True
         self._quick.clear()
         slots = [self._slots[i] for i in self._small.places]
+        if not self._running:
+            self._small.fold()
         if self._small.first:
             for slot in slots:
                 slot.lazy = slot.count > 0
@@ -409,6 +411,7 @@ class Recorder:
                     measures.forget(index)
                 else:
                     measures.rescale(index, factor)
+            self._see(changed)
         if lazy:
             measures.read_off(lazy, touched, self._world)
 
@@ -460,7 +463,7 @@ class Recorder:
         done.arrived, done.small = {}, {}
 
     def _see(self, reached: Iterable[int]) -> None:
-        """Note what ``.grad`` is at the end of a task that has reached these slots."""
+        """Note what ``.grad`` is, of these slots and of all that were written to."""
         slots = self._slots
         stale = [i for i in self._others if slots[i].dense() and not slots[i].lazy and not slots[i].untouched()]
         if stale:
