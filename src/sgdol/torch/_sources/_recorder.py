@@ -30,13 +30,12 @@ from torch.nn.parameter import is_lazy
 from sgdol.torch._geometry import Geometry
 from sgdol.torch._listening import Listening, after_backward
 from sgdol.torch._remarks import Remarks
-from sgdol.torch._sources._measures import Found, Measures, ratio
+from sgdol.torch._sources._large import Large
+from sgdol.torch._sources._measures import Found
 from sgdol.torch._sources._running import COMPILED, Quick, Running, graph_task, outermost, quick_hook, thread
-from sgdol.torch._sources._samples import Samples
 from sgdol.torch._sources._slots import Keep, Slot
-from sgdol.torch._sources._small import FEW, Small
-from sgdol.torch._tensors import real_gradient
-from sgdol.torch._world import Finder, local, local_gradient
+from sgdol.torch._sources._small import Small
+from sgdol.torch._world import Finder, local
 
 __all__ = ["Recorder"]
 
@@ -52,29 +51,25 @@ class Recorder:
 
     def __init__(self, finder: Finder, geometry: Geometry, remarks: Remarks) -> None:
         self._finder = finder
-        self._world = finder.here
         self._remarks = remarks
         self._slots: list[Slot] = []
         self._index: dict[Tensor, int] = {}
         self._kinds: list[Any] = []
-        self._measures = Measures(self._slots, geometry)
+        self._large = Large(self._slots, geometry, finder.here, remarks)
         self._small, self._together, self._outdated = Small(), False, True
         self._all: list[int] = []
-        self._large: list[int] = []
-        self._others = self._all  # the slots that are not measured together
+        self._not_small: list[int] = []
+        self._large.places = self._all
         self._lock = threading.RLock()
         self._tasks: dict[int, Running] = {}  # by graph task: reentrant checkpointing nests them
         self._quick: Quick = {}
         self._running: list[Running] = []
         self._home = thread()
         self._crowded = False
-        self._samples = Samples()
         self._keeps_gradients = False
         self._used = False
         self.left_over = False
         """Whether the first pass since the last step found that step's gradients, which nobody had zeroed."""
-        self.bent = False
-        """Whether gradients have been changed, since their backward, by more than a factor each."""
         self._known: tuple[list[Tensor], list[Slot]] = ([], [])
         weakref.finalize(self, _remove_taps, self._slots)
 
@@ -88,7 +83,7 @@ class Recorder:
                 index = self._index[param] = len(self._slots)
                 self._slots.append(Slot(param, keep))
                 self._all.append(index)
-                self._large.append(index)
+                self._not_small.append(index)
                 self._keeps_gradients |= keep == "gradients"
             slot = self._slots[index]
             listening = Listening(self, index)
@@ -111,7 +106,7 @@ class Recorder:
 
     def rebase(self, finder: Finder, geometry: Geometry) -> None:
         """Go on with another finder and geometry: the parameters are more, or their state is another."""
-        self._finder, self._world, self._measures.geometry = finder, finder.here, geometry
+        self._finder, self._large.world, self._large.measures.geometry = finder, finder.here, geometry
 
     def refuse_compiled(self) -> None:
         """Raise if passes went by uncounted because autograd was compiled."""
@@ -131,7 +126,7 @@ class Recorder:
     def reset(self, *, used: bool = False) -> None:
         """Forget the passes: their gradients have been used, and are there still, or thrown away."""
         with self._lock:
-            self._used, self.left_over, self.bent = used, False, False
+            self._used, self.left_over = used, False
             together = self._together
             for slot in self._slots:
                 if together and slot.together:
@@ -139,8 +134,7 @@ class Recorder:
                 elif slot.count or slot.previous is not None:
                     slot.forget()
             if len(self._small.places) < len(self._slots) or not self._together:
-                self._samples.clear()
-                self._measures.reset()
+                self._large.reset()
             self._small.reset()
             self._go_together(False)
             self._tasks.clear()
@@ -156,37 +150,26 @@ class Recorder:
             n, q, before = self._numbers(slots, params)
             k = max((slot.count for slot in slots), default=0)
             seen = [slot.count > 0 for slot in slots]
-            return Found(k, n, q, before, seen=seen, **self._measures.per_coordinate(slots))
+            return Found(k, n, q, before, seen=seen, **self._large.measures.per_coordinate(slots))
 
     def _numbers(self, slots: list[Slot], params: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(n, q, before) of :class:`Found`."""
-        measures = self._measures
+        measures = self._large.measures
         if self._together:
             n, q = self._small.measured()
-            self.bent = self.bent or self._small.bent
-            if slots is self._slots and not self._others:
+            if slots is self._slots and not self._large.places:
                 return n, q, n
             measures.write(self._small.places, n, q)
         n_all, q_all = measures.totals()
         rows = slice(None) if slots is self._slots else [self._index[p] for p in params]
         before, q = n_all[rows].clone(), q_all[rows].clone()
         others = [i for i, slot in enumerate(slots) if not (self._together and slot.together)]
-        lazy = [i for i in others if slots[i].lazy]
-        n = before
-        if len(lazy) == len(others):
-            if lazy:
-                n[lazy] = q[lazy] = measures.norms([slots[i] for i in lazy])
-            return n, q, n
-        rest = [slots[i] for i in others]
-        if not all(slot.lazy or slot.untouched() for slot in rest) or self._samples.changed():
-            n = before.clone()
-            n[others] = measures.norms(rest)
-            self._look_for_bent(rest)
-        elif lazy:
-            n[lazy] = measures.norms([slots[i] for i in lazy])
-        if lazy:
-            before[lazy] = q[lazy] = n[lazy]
-        return n, q, before
+        return self._large.numbers(slots, others, before, q), q, before
+
+    @property
+    def bent(self) -> bool:
+        """Whether gradients have been changed, since their backward, by more than a factor each."""
+        return self._small.bent or self._large.bent
 
     @property
     def keeps_gradients(self) -> bool:
@@ -222,63 +205,9 @@ class Recorder:
                 elif known is not None:
                     current.together[index] = known + gradient  # type: ignore[operator]
             elif index in current.arrived or index in current.counted:
-                self._again(current, index, gradient)
+                self._large.again(current, index, gradient)
             else:
-                self._take(current, index, gradient)
-
-    def _take(self, current: Running, index: int, gradient: Tensor) -> None:
-        """The first gradient that a backward brings a slot."""
-        slot = self._slots[index]
-        if not slot.count:
-            slot.forget()  # squares of a backward that raised half-way
-            if not current.eager and not self._world.waits(slot.param):
-                current.arrived[index] = None
-                return
-        elif slot.lazy:
-            self._measures.read_off([index], [], self._world)
-        if self._world.ranks == 1 and len(self._running) == 1:
-            slot.expect(gradient)
-        if slot.shared and slot.keep != "gradients":
-            current.arrived[index] = None
-            current.add(index, gradient)
-        elif slot.keep == "norms" and gradient.numel() <= FEW:
-            current.small[index], current.arrived[index] = gradient, None
-        else:
-            self._measure(current, index, gradient)
-
-    @torch.no_grad()
-    def _measure(self, current: Running, index: int, gradient: Tensor) -> None:
-        slot = self._slots[index]
-        current.arrived[index] = None
-        if slot.keep == "gradients":
-            if current.number < 2 and self._world.ranks == 1:
-                current.arrived[index] = gradient.clone()
-            return
-        if slot.keep == "squares":
-            self._measures.add_squares(slot, gradient)
-        if gradient.numel() <= FEW:
-            current.small[index] = gradient
-        else:
-            current.arrived[index] = self._measures.geometry.norm(slot.param, real_gradient(gradient))
-
-    def _again(self, current: Running, index: int, gradient: Tensor) -> None:
-        """Another task of the same backward brings a gradient too: together they are one contribution."""
-        slot = self._slots[index]
-        slot.expected = None
-        current.again.add(index)
-        if index in current.sums:
-            current.add(index, gradient)
-        elif slot.lazy or (not slot.count and not current.eager and not self._world.waits(slot.param)):
-            slot.shared = True  # from the next pass on its gradients are kept; of this one .grad will tell
-        elif slot.keep == "gradients":
-            kept = current.arrived.get(index) if index in current.arrived else slot.gradients.get(current.number)
-            if kept is not None:
-                kept.add_(gradient)
-        elif slot.keep == "norms" and index in current.small:
-            current.small[index] = current.small[index] + gradient
-        else:
-            slot.shared = True
-            self._remarks.shared()
+                self._large.take(current, index, gradient, alone=len(self._running) == 1)
 
     def begun(self, index: int) -> None:
         """A backward has reached this slot's parameter, whose gradient comes later."""
@@ -298,14 +227,14 @@ class Recorder:
         self._tasks[task] = current
         if self._together:
             self._quick[task] = (current.together, not self._small.first)
-        if self._world.ranks == 1 and not self._world.spread:
+        if self._large.world.ranks == 1 and not self._large.world.spread:
             after_backward(lambda: self._close(task, inside))
         else:
             after_backward(lambda: after_backward(lambda: self._close(task, inside)))
         return current
 
     def _start(self, index: int, call: Any) -> Running:
-        self._world = self._finder.world
+        self._large.world = self._finder.world
         self._end_all(thread())
         device = self._slots[index].param.device.type
         eager = self._crowded or bool(self._running) or (thread() != self._home and device == "cpu")
@@ -320,18 +249,18 @@ class Recorder:
             self._go_together(not eager and self._may_go_together())
         current = Running(number, call, eager)
         self._running.append(current)
-        if self._world.spread:
+        if self._large.world.spread:
             for slot in self._slots:
-                if slot.reduces and slot.param.grad is not None and not self._world.waits(slot.param):
+                if slot.reduces and slot.param.grad is not None and not self._large.world.waits(slot.param):
                     slot.previous = local(slot.param.grad).clone()
         return current
 
     def _may_go_together(self) -> bool:
-        if self._world.ranks > 1 or self._world.spread or not self._measures.geometry.plain:
+        if self._large.world.ranks > 1 or self._large.world.spread or not self._large.measures.geometry.plain:
             return False
         if self._outdated:
             self._small.choose(self._slots)
-            self._large = [i for i, slot in enumerate(self._slots) if not slot.together]
+            self._not_small = [i for i, slot in enumerate(self._slots) if not slot.together]
             self._outdated = False
         self._small.reset()
         return bool(self._small.places)
@@ -339,7 +268,7 @@ class Recorder:
     def _go_together(self, together: bool) -> None:
         """Measure the small ones together, or not."""
         self._together = together
-        self._others = self._large if together else self._all
+        self._large.places = self._not_small if together else self._all
 
     @torch.no_grad()
     def _overlap(self) -> None:
@@ -362,7 +291,7 @@ class Recorder:
             for slot in slots:
                 slot.lazy = slot.count > 0
         else:
-            self._measures.write(self._small.places, *self._small.measured(look=not self._running))
+            self._large.measures.write(self._small.places, *self._small.measured(look=not self._running))
         for slot in slots:
             slot.see()
         self._go_together(False)
@@ -370,50 +299,20 @@ class Recorder:
     @torch.no_grad()
     def reduced(self, index: int) -> None:
         """fully_shard has added the gradient of the backward that runs now, averaged over the ranks, to ``.grad``."""
-        slot = self._slots[index]
-        current = self._tasks.get(graph_task())
-        if slot.count and current is None:  # through a leaf that nobody told of: what was added to what is not known
-            slot.forget()
-        current = current or self._begin(index)
-        if not slot.count:
-            previous = slot.previous
-            slot.forget()
-            slot.previous = previous
-        if slot.count == 0 and slot.previous is None:
-            current.arrived[index] = None
-        else:
-            gradient = local_gradient(slot.param)
-            self._measure(current, index, gradient if slot.previous is None else gradient - slot.previous)
-        slot.previous = None
+        with self._lock:
+            current = self._tasks.get(graph_task())
+            if current is None:
+                if self._slots[index].count:  # through a leaf that nobody told of: what was added to what is not known
+                    self._slots[index].forget()
+                current = self._begin(index)
+            self._large.reduced(current, index)
 
     @torch.no_grad()
     def _reconcile(self) -> None:
-        """Before another backward: read off ``.grad`` what it tells, and see which gradients were written to."""
+        """Before another backward: see what has happened to gradients since the last."""
         if self._together:
             self._small.fold()
-            self.bent = self.bent or self._small.bent
-        slots, measures = self._slots, self._measures
-        busy = {i for one in self._running for i in (*one.arrived, *one.counted)}
-        free = [i for i in self._others if slots[i].count and i not in busy]
-        for index in free:
-            if slots[index].param.grad is None and not slots[index].untouched():
-                measures.forget(index)
-        lazy = [i for i in free if slots[i].lazy]
-        touched = [i for i in free if slots[i].count and not slots[i].untouched()]
-        changed = [i for i in touched if not slots[i].lazy]
-        if changed:
-            n, _ = measures.totals()
-            self._look_for_bent([slots[i] for i in changed])
-            rows = torch.stack([measures.norms([slots[i] for i in changed]), n[changed]])
-            now, before = self._world.total([slots[i].param for i in changed], rows).unbind()
-            for index, length, factor in zip(changed, now.tolist(), ratio(now, before), strict=True):
-                if length == 0:
-                    measures.forget(index)
-                else:
-                    measures.rescale(index, factor)
-            self._see(changed)
-        if lazy:
-            measures.read_off(lazy, touched, self._world)
+        self._large.reconcile({i for one in self._running for i in (*one.arrived, *one.counted)})
 
     def _close(self, task: int, inside: bool) -> None:
         """The end of a graph task, after every rank's gradients have been averaged."""
@@ -425,7 +324,7 @@ class Recorder:
             if done.together:
                 self._count_together(done)
             if done.arrived or done.again:
-                self._count(done)
+                self._large.count(done, alone=len(self._running) == 1)
             if not inside:
                 self._end(done)
                 if done.together:
@@ -441,49 +340,10 @@ class Recorder:
         done.counted.update(done.together)
         self._small.closed(done.together, done.new)
 
-    @torch.no_grad()
-    def _count(self, done: Running) -> None:
-        lengths: dict[int, Tensor] = {}
-        for index, what in done.arrived.items():
-            slot = self._slots[index]
-            if not slot.count:
-                slot.first = done.number
-                slot.lazy = not (done.eager or self._world.waits(slot.param) or slot.previous is not None)
-            slot.count += 1
-            self.bent = (slot.expected is not None and slot.unexpected()) or self.bent
-            if what is not None and slot.keep == "gradients":
-                slot.gradients[done.number] = what
-            elif what is not None:
-                lengths[index] = what
-        self._measures.add_lengths(lengths)
-        self._measures.add(done.small)
-        self._see((*done.arrived, *done.again))
-        done.again.clear()
-        done.counted.update(done.arrived)
-        done.arrived, done.small = {}, {}
-
-    def _see(self, reached: Iterable[int]) -> None:
-        """Note what ``.grad`` is, of these slots and of all that were written to."""
-        slots = self._slots
-        stale = [i for i in self._others if slots[i].dense() and not slots[i].lazy and not slots[i].untouched()]
-        if stale:
-            self._measures.note(stale)
-        for i in {*reached, *stale}:
-            slots[i].see()
-            if len(self._running) > 1:  # another may have written to it since
-                slots[i].seen = None
-        if stale:
-            self._samples.take([slots[i] for i in self._others if slots[i].dense() and not slots[i].lazy])
-
     def _end(self, done: Running) -> None:
-        """A backward has ended: what several of its tasks have brought is one contribution."""
         self._running.remove(done)
         if done.sums:
-            with torch.no_grad():
-                for index, total in done.sums.items():
-                    if self._slots[index].keep == "squares":
-                        self._measures.add_squares(self._slots[index], total)
-                self._measures.add(done.sums)
+            self._large.end(done)
 
     def _end_all(self, here: int | None = None) -> None:
         """Backwards of this thread, or of all, that have not told their end have ended, or raised half-way."""
@@ -494,8 +354,6 @@ class Recorder:
                 self._end(one)
             self._tasks = {task: other for task, other in self._tasks.items() if other is not one}
 
-    # Measuring ------------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def _adopt(self, slot: Slot) -> None:
         """A gradient that was there before anybody watched is one contribution."""
@@ -503,9 +361,6 @@ class Recorder:
             return  # nobody knows any more what each rank had; a parameter without passes counts as one gradient
         slot.count, slot.lazy = 1, True
         slot.see()
-
-    def _look_for_bent(self, slots: list[Slot]) -> None:
-        self.bent = self.bent or self._samples.bent(slots)
 
 
 def _remove_taps(slots: list[Slot]) -> None:

@@ -1,8 +1,8 @@
-"""The backward that runs now. Reentrant checkpointing makes several graph tasks of one, and threads run several at once.
+"""The backward that runs now: reentrant checkpointing makes several graph tasks of one, threads run several at once.
 
 A graph task does not tell which other it is inside of, but Python's stack does: all tasks of one backward are under the
 same outermost call of autograd's engine. (On an accelerator hooks run in a thread of the device, whose stack begins
-there: segments of reentrant checkpointing count as passes of their own, which matters only where they share parameters.)
+there: segments of reentrant checkpointing count as passes of their own, which matters where they share parameters.)
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def outermost() -> tuple[FrameType | None, bool]:
     return found, depth > 1
 
 
-def quick_hook(quick: Quick, index: int, slot: Slot, listening: Listening) -> Callable[[tuple[Tensor | None, ...]], None]:
+def quick_hook(
+    quick: Quick, index: int, slot: Slot, listening: Listening
+) -> Callable[[tuple[Tensor | None, ...]], None]:
     """A hook of one ordinary leaf. It is called more often than anything else, so its usual way is short."""
     strided = torch.strided
 

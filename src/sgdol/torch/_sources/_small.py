@@ -73,7 +73,7 @@ class Small:
 
     def ended(self) -> None:
         """Look at once if a hook may have changed ``.grad`` in the middle of the backward: that is no factor on all."""
-        if self._base is not None and any([slot.param._post_accumulate_grad_hooks for slot in self._slots]):
+        if self._base is not None and any(slot.param._post_accumulate_grad_hooks for slot in self._slots):
             with torch.no_grad():
                 self._measure(hooked=True)
 
