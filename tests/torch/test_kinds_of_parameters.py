@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sgdol import SGDOL
 
@@ -62,3 +63,55 @@ def test_data_of_another_shape_are_trained_from_zero_grad_on(options):
             opt.zero_grad()
     assert x.shape == (5,)
     assert opt.diagnostics()["updates"] == 6
+
+
+def test_data_of_another_shape_after_zero_grad_raise_and_are_trained_from_the_next_zero_grad_on():
+    """Autograd keeps the accumulator that the hook is in front of, and knows its shape: it raises, not we."""
+    x = torch.nn.Parameter(torch.ones(3))
+    opt = SGDOL([x], lr=0.1)
+    opt.zero_grad()
+    x.data = torch.ones(5)
+    with pytest.raises(RuntimeError, match="shape"):
+        (x * torch.randn(5)).sum().backward()
+    opt.zero_grad()
+    for _ in range(2):
+        (x * torch.randn(5)).sum().backward()
+    opt.step()
+    assert opt.diagnostics()["gradients"] == 2
+
+
+def test_another_shape_between_the_passes_of_a_step_is_refused():
+    x, y = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    opt = SGDOL([x, y], lr=0.1)
+    (x * y).sum().backward()
+    x.data, x.grad = torch.ones(5), None
+    with pytest.raises(RuntimeError, match="between the backward passes of one step"):
+        y.sum().backward()
+    opt.zero_grad()
+    for _ in range(2):
+        (x.sum() * y).sum().backward()
+    opt.step()
+    assert opt.diagnostics()["gradients"] == 2
+
+
+def test_fake_tensors_are_refused_by_name():
+    with FakeTensorMode(), pytest.raises(TypeError, match="FakeTensor"):
+        SGDOL(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("passes", [1, 2])
+def test_compiled_autograd_is_refused_by_name(passes):
+    torch._dynamo.reset()
+    net = torch.nn.Linear(4, 1)
+    opt = SGDOL(net.parameters(), lr=0.1)
+    for _ in range(passes):
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            net(torch.randn(3, 4)).square().mean().backward()
+    with pytest.raises(NotImplementedError, match="compiled autograd"):
+        opt.step()
+    opt.zero_grad()
+    for _ in range(2):
+        net(torch.randn(3, 4)).square().mean().backward()
+    opt.step()
+    assert opt.diagnostics()["gradients"] == 2

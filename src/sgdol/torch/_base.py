@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from sgdol.metrics import Euclidean, Metric
 from sgdol.torch._averaging import swapped_in
 from sgdol.torch._geometry import Geometry
+from sgdol.torch._remarks import Remarks
 from sgdol.torch._sources import Keep, Recorder, Wish
 from sgdol.torch._tensors import real_view
 from sgdol.torch._world import Finder, World, is_sharded, local
@@ -106,6 +108,7 @@ class WatchingOptimizer(Optimizer):
     def _assemble(self) -> None:
         """Watch the parameters, in the metrics that they have: the groups or the state have become others."""
         params = self._params()
+        self._refuse_subclasses(params)
         metrics = {p: self._metric_of(group) for group in self.param_groups for p in group["params"]}
         metrics = {p: metric for p, metric in metrics.items() if not isinstance(metric, Euclidean)}
         own = not metrics and not any(any(self._wish(p)) for p in params)
@@ -114,7 +117,7 @@ class WatchingOptimizer(Optimizer):
         self._finder = finder = Finder(params, own, self)
         self._geometry = Geometry(metrics, self.state, lambda: finder.world)
         if self._recorder is None:
-            self._recorder = Recorder(finder, self._geometry)
+            self._recorder = Recorder(finder, self._geometry, Remarks(self._warn))
         else:
             self._recorder.rebase(finder, self._geometry)
         self._watch()
@@ -137,7 +140,18 @@ class WatchingOptimizer(Optimizer):
             return "gradients"
         return "squares" if wish.coordinates else "norms"
 
+    def _refuse_subclasses(self, params: list[Tensor]) -> None:
+        for index, p in enumerate(params):
+            if p.requires_grad and not is_sharded(p) and not is_lazy(p) and type(local(p.detach())) is not Tensor:
+                raise TypeError(
+                    f"{type(self).__name__} cannot train parameter {index}, a {type(p).__name__} of shape "
+                    f"{tuple(p.shape)}: a tensor with kernels of its own need not have numbers that can be read. Use "
+                    "an ordinary tensor; a DTensor and subclasses that only add methods are supported"
+                )
+
     def _refuse_sparse(self, params: list[Tensor]) -> None:
+        if self._recorder is not None:
+            self._recorder.refuse_compiled()
         for index, p in enumerate(params):
             grad = p.grad
             if grad is not None and grad.layout != torch.strided:

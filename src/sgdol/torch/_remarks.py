@@ -63,6 +63,22 @@ class Remarks:
             "changes each gradient before SGDOL sees it, is right; and so is anything with one backward() per step()."
         )
 
+    def shared(self) -> None:
+        """Reentrant checkpointing: a parameter is in several segments, which was not known before."""
+        self._say(
+            "a parameter is used in several segments of reentrant activation checkpointing, so that one backward() "
+            "brought it several gradients and the noise of this step is measured wrong; later steps are right. Use "
+            "checkpoint(..., use_reentrant=False)."
+        )
+
+    def threads(self) -> None:
+        """Another thread's backward began while the first of this thread ran."""
+        self._say(
+            "backward() runs in several threads at once, one of them the one that calls step(), and the noise of this "
+            "step is measured wrong; later steps are right. Run all backward() calls of a step in other threads, or "
+            "one after the other."
+        )
+
     def skipped(self, groups: Sequence[dict[str, Any]]) -> None:
         """An update was skipped because a gradient was not finite."""
         self._skips += 1

@@ -10,7 +10,8 @@ from torch import Tensor
 from sgdol.surrogate import symmetric_signal
 from sgdol.torch._geometry import Geometry
 from sgdol.torch._sources._gradients import Gradients, Signal, Wishes, settled
-from sgdol.torch._sources._recorder import Found, Recorder, ratio
+from sgdol.torch._sources._measures import Found, ratio
+from sgdol.torch._sources._recorder import Recorder
 from sgdol.torch._tensors import real_gradient
 from sgdol.torch._world import Own, World, local, local_gradient
 

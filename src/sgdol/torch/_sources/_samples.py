@@ -37,7 +37,7 @@ class Samples:
 
     def take(self, slots: Sequence[Slot]) -> None:
         """Remember the gradients of these as they are now."""
-        self._slots = [slot for slot in slots if slot.param.device.type == "cpu"]
+        self._slots = [slot for slot in slots if slot.readable]
         self._views = [entries(slot.param.grad) for slot in self._slots]  # type: ignore[arg-type]
         self._kept = torch.cat(self._views) if self._views else torch.zeros(0)
 

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 from sgdol.torch._tensors import real_gradient, wide_dtype
 from sgdol.torch._world import Tap, is_sharded, local
@@ -31,18 +33,26 @@ class Slot:
         "gradients",
         "keep",
         "lazy",
+        "ordinary",
         "param",
         "previous",
+        "readable",
         "reduces",
         "seen",
         "seen_version",
+        "shared",
         "squares",
         "tap",
+        "together",
     )
 
     def __init__(self, param: Tensor, keep: Keep) -> None:
         self.param = param
         self.keep = keep
+        self.ordinary = type(param) in (Tensor, Parameter)
+        self.readable = _is_readable(param)
+        self.together = False  # whether it is measured with others that are small
+        self.shared = False  # by several graph tasks of one backward
         self.tap = Tap()
         self.reduces = False  # by fully_shard, which writes .grad itself
         self.seen: Any = None
@@ -64,7 +74,7 @@ class Slot:
 
         Such a hook runs in the middle of a backward, where nothing else tells of it.
         """
-        if self.param._post_accumulate_grad_hooks and not self.reduces and self.dense():
+        if self.readable and self.param._post_accumulate_grad_hooks and not self.reduces and self.dense():
             before, new = entries(self.param.grad), entries(gradient)  # type: ignore[arg-type]
             self.expected = (before + new, before.abs() + new.abs()) if len(before) == len(new) else None
 
@@ -106,10 +116,17 @@ class Slot:
         """Whether there is no gradient, as far as a few entries tell; of an accelerator, as far as versions do."""
         if not self.dense():
             return True
-        return not self.untouched() if self.param.device.type != "cpu" else not entries(self.param.grad).any().tolist()  # type: ignore[arg-type]
+        return not entries(self.param.grad).any().tolist() if self.readable else not self.untouched()  # type: ignore[arg-type]
 
     def dense(self) -> bool:
         return self.param.grad is not None and self.param.grad.layout == torch.strided
+
+
+def _is_readable(param: Tensor) -> bool:
+    """Whether the host may look at entries: not on an accelerator, nor of tensors that have none, as FakeTensor."""
+    if type(param) in (Tensor, Parameter) or is_sharded(param) or is_lazy(param):
+        return param.device.type == "cpu"
+    return param.device.type == "cpu" and type(local(param.detach())) is Tensor
 
 
 def version(grad: Tensor) -> int:

@@ -1,0 +1,108 @@
+"""Random histories of gradients between two steps, beside a plain list of what each parameter has got.
+
+Passes reach some of the parameters, from this thread or another; gradients are thrown away or multiplied in between.
+Small and large tensors, which are measured in different ways, are in every history.
+"""
+
+import random
+import threading
+import warnings
+
+import pytest
+import torch
+
+from sgdol import SGDOL
+
+SIZES = (3, 5000, 7, 6000, 4096)
+
+
+class Ledger:
+    """The contributions to every parameter, one by one."""
+
+    def __init__(self, count):
+        self.entries = [[] for _ in range(count)]
+
+    def brings(self, i, gradient):
+        self.entries[i].append(gradient)
+
+    def throws_away(self, i):
+        self.entries[i] = []
+
+    def multiplies(self, i, factor):
+        self.entries[i] = [factor * g for g in self.entries[i]]
+
+    def statistics(self):
+        """(k, u, n)."""
+        k = max(len(entries) for entries in self.entries)
+        n = sum(float(sum(e).square().sum()) for e in self.entries if e)
+        q = sum(float(g.square().sum()) for e in self.entries for g in e)
+        return k, (n - q) * k / (k - 1) if k > 1 else 0.0, n
+
+
+def run(loss, how):
+    if how == "thread":
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    else:
+        loss.backward(create_graph=how == "differentiable")
+
+
+def one_pass(params, ledger, draw, generator, count=None):
+    chosen = sorted(draw.sample(range(len(params)), count or draw.randint(1, len(params))))
+    gradients = {i: torch.randn(params[i].shape, generator=generator, dtype=params[i].dtype) + 0.3 for i in chosen}
+    how = draw.choice(["plain", "plain", "plain", "plain", "thread", "differentiable"])
+    run(sum((params[i] * g).sum() for i, g in gradients.items()), how)
+    for i, g in gradients.items():
+        ledger.brings(i, g)
+
+
+def throw_away(params, ledger, draw):
+    to_none = draw.random() < 0.5
+    for i in draw.sample(range(len(params)), draw.choice([1, len(params)])):
+        if params[i].grad is not None:
+            if to_none:
+                params[i].grad = None
+            else:
+                params[i].grad.detach_().zero_()
+            ledger.throws_away(i)
+
+
+def multiply(params, ledger, draw, *, silently):
+    for i in draw.sample(range(len(params)), draw.choice([1, 2, len(params)])):
+        factor = draw.choice([0.5, 0.1, 3.0, -1.0])
+        if params[i].grad is not None:
+            params[i].grad.detach_()
+            (params[i].grad.data if silently else params[i].grad).mul_(factor)
+            ledger.multiplies(i, factor)
+
+
+@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_any_history_gives_the_statistics_of_its_contributions(seed):
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    params = [torch.nn.Parameter(torch.randn(n, generator=generator, dtype=torch.float64)) for n in SIZES]
+    opt = SGDOL(params, lr=1e-3, momentum=0.0)
+    expected_u = expected_n = 0.0
+    for _ in range(4):
+        ledger = Ledger(len(params))
+        for passes in range(draw.randint(1, 4)):
+            if passes and draw.random() < 0.2:
+                throw_away(params, ledger, draw)
+            if draw.random() < 0.3:
+                multiply(params, ledger, draw, silently=False)
+            one_pass(params, ledger, draw, generator)
+        while ledger.statistics()[0] < 2 or draw.random() < 0.3:  # one alone would be held
+            one_pass(params, ledger, draw, generator, len(params))
+        if draw.random() < 0.3:
+            multiply(params, ledger, draw, silently=True)
+        k, u, n = ledger.statistics()
+        expected_u, expected_n = expected_u + u, expected_n + n
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing here is more than a factor
+            opt.step()
+        assert opt.diagnostics()["gradients"] == k
+        opt.zero_grad()
+    found = opt.param_groups[0]["totals"] / opt.param_groups[0]["lr"]
+    expected = pytest.approx((expected_u, expected_n), rel=1e-9, abs=1e-9 * expected_n)
+    assert (found[3].item(), found[4].item()) == expected
