@@ -62,7 +62,6 @@ html_js_files = ["site.js"]
 html_show_sphinx = False
 html_show_sourcelink = False
 html_copy_source = False
-pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 html_theme_options = {
     "sidebar_hide_name": False,

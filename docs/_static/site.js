@@ -7,6 +7,6 @@ addEventListener("DOMContentLoaded", () => {
   }
   for (const summary of document.querySelectorAll("details.hide > summary")) summary.removeAttribute("aria-label");
   for (const head of document.querySelectorAll("th.head")) {
-    if (!head.textContent.trim()) head.setAttribute("aria-label", "what");
+    if (!head.textContent.trim()) head.innerHTML = '<span class="visually-hidden">of what</span>';
   }
 });

@@ -257,7 +257,8 @@ def _draw(curves: dict[str, dict[str, Curve]], path: Path) -> None:
         row[0].set_ylabel("f - f*")
     shown = [name for name in COLOURS if name in handles]
     lines = [handles[name] for name in shown]
-    for style, label in (("-", "average of the iterates"), (":", "last iterate")):
+    styles: tuple[tuple[Any, str], ...] = (("-", "average of the iterates"), (":", "last iterate"))
+    for style, label in styles:
         lines.append(plt.Line2D([], [], color="#555555", linestyle=style))
         shown.append(label)
     figure.legend(lines, shown, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
