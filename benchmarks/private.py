@@ -289,7 +289,7 @@ def tables(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-SHOWN = {
+SHOWN: dict[str, tuple[str, Any, float]] = {
     "**SGDOL**, base rate K": ("#D55E00", "-", 2.4),
     "DP-SGD, tuned and counted": ("#0072B2", "-", 1.4),
     "DP-SGD, tuned, not counted": ("#0072B2", (0, (4, 1.4)), 1.4),
@@ -307,7 +307,7 @@ def draw(rows: list[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure = plt.figure(figsize=(11, 7.4), layout="constrained")
-    halves = figure.subfigures(2, 1)
+    halves: Any = figure.subfigures(2, 1)
     axes = [half.subplots(1, len(SETTINGS)) for half in halves]
     for top, bottom, name in zip(axes[0], axes[1], SETTINGS, strict=True):
         at = [e for e in EPSILONS if cell(rows, name, e)]
@@ -321,7 +321,8 @@ def draw(rows: list[Row], path: Path) -> None:
             )  # fmt: skip
         top.set(title=name, xscale="log", xticks=at, xticklabels=[f"{e:g}" for e in at], xlabel="epsilon")
         top.minorticks_off()
-        for e, shade, dashes in zip(at, (1.0, 0.7, 0.4), ("-", (0, (4, 1.4)), (0, (1.2, 1.2))), strict=False):
+        patterns: tuple[Any, ...] = ("-", (0, (4, 1.4)), (0, (1.2, 1.2)))
+        for e, shade, dashes in zip(at, (1.0, 0.7, 0.4), patterns, strict=False):
             for method, colour in (("DP-SGD", "#0072B2"), ("SGDOL", "#D55E00")):
                 some = {lr: [r for r in cell(rows, name, e) if r["method"] == method and float(r["lr"]) == lr]
                         for lr in RATES}  # fmt: skip

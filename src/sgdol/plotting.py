@@ -56,9 +56,9 @@ def plot(history: Any, *, axes: Sequence[Axes] | None = None, figure: Figure | N
 
     All but the last have logarithmic axes, on which what is not positive and finite leaves a gap: a step size of 0; or
     the ratio and the noise scale while one of signal and noise, both of them estimates, is not to be seen beside the
-    other (shaded). More than six parameter groups with step sizes of their own are drawn as their median and range. Nothing is written and no global state of matplotlib
-    is touched: a notebook shows what is returned; elsewhere call ``figure.savefig(...)``, or give it a figure of
-    ``pyplot``.
+    other (shaded). More than six parameter groups with step sizes of their own are drawn as their median and range.
+    Nothing is written and no global state of matplotlib is touched: a notebook shows what is returned; elsewhere call
+    ``figure.savefig(...)``, or give it a figure of ``pyplot``.
 
     Args:
         history: a :class:`sgdol.torch.Log` or a trainer's ``StepSizeMonitor``; its ``history``, a list of dicts; a dict
