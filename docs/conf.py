@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -79,6 +80,13 @@ def let_pictures_be_enlarged(app: Sphinx, doctree: nodes.document) -> None:
         image.setdefault("width", "100%")
 
 
+def keep_sentences_of_attributes(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Napoleon takes what stands before a colon on the first line for the type; here it is half of a sentence."""
+    if what in ("attribute", "data", "property") and lines:
+        lines.insert(0, "\N{ZERO WIDTH SPACE}")
+
+
 def setup(app: Sphinx) -> None:
     """What no option of Sphinx does."""
+    app.connect("autodoc-process-docstring", keep_sentences_of_attributes, priority=400)
     app.connect("doctree-read", let_pictures_be_enlarged)
