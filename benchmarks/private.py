@@ -289,37 +289,57 @@ def tables(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+SHOWN: dict[str, tuple[str, Any, float]] = {
+    "**SGDOL**, base rate K": ("#D55E00", "-", 2.4),
+    "DP-SGD, tuned and counted": ("#0072B2", "-", 1.4),
+    "DP-SGD, tuned, not counted": ("#0072B2", (0, (4, 1.4)), 1.4),
+    "DP-Adam, tuned, not counted": ("#E69F00", (0, (4, 1.4)), 1.4),
+    "DP-SGD, tutorial (0.1)": ("#808080", "-", 1.4),
+}
+"""The lines of the figure's upper row. SGDOL and DP-SGD have the same colours in the lower one."""
+
+
 def draw(rows: list[Row], path: Path) -> None:
+    """Above, accuracy against epsilon; below, against the rate, a dash pattern and a shade for each epsilon."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, len(SETTINGS), figsize=(11, 6.4), layout="constrained")
-    shown = ["**SGDOL**, base rate K", "DP-SGD, tuned, not counted", "DP-SGD, tuned and counted"]
-    shown += ["DP-SGD, tutorial (0.1)", "DP-Adam, tuned, not counted"]
+    figure = plt.figure(figsize=(11, 7.4), layout="constrained")
+    halves: Any = figure.subfigures(2, 1)
+    axes = [half.subplots(1, len(SETTINGS)) for half in halves]
     for top, bottom, name in zip(axes[0], axes[1], SETTINGS, strict=True):
         at = [e for e in EPSILONS if cell(rows, name, e)]
         found = {e: columns(cell(rows, name, e), name) for e in at}
-        for i, label in enumerate(shown):
+        for i, (label, (colour, dashes, width)) in enumerate(SHOWN.items()):
             points = [summary(found[e][label]) for e in at]
             top.errorbar(
                 np.array(at) * 1.03 ** (i - 2), [p[0] for p in points], [p[1] for p in points],
-                label=label.replace("*", ""), marker="o", markersize=4, linewidth=2 if i == 0 else 1, capsize=2,
+                label=label.replace("*", ""), color=colour, linestyle=dashes, linewidth=width,
+                marker="o", markersize=4, capsize=2, zorder=3 if i == 0 else 2,
             )  # fmt: skip
         top.set(title=name, xscale="log", xticks=at, xticklabels=[f"{e:g}" for e in at], xlabel="epsilon")
         top.minorticks_off()
-        for e, colour in zip(at, ("C0", "C1", "C2"), strict=False):
-            for method, style in (("DP-SGD", "--"), ("SGDOL", "-")):
+        patterns: tuple[Any, ...] = ("-", (0, (4, 1.4)), (0, (1.2, 1.2)))
+        for e, shade, dashes in zip(at, (1.0, 0.7, 0.4), patterns, strict=False):
+            for method, colour in (("DP-SGD", "#0072B2"), ("SGDOL", "#D55E00")):
                 some = {lr: [r for r in cell(rows, name, e) if r["method"] == method and float(r["lr"]) == lr]
                         for lr in RATES}  # fmt: skip
                 line = [summary(s)[0] if s else float("nan") for s in some.values()]
-                bottom.plot(RATES, line, style, color=colour, label=f"{method}, ε = {e:g}")
-        bottom.set(xscale="log", xlabel="learning rate of DP-SGD, base rate of SGDOL")
-    axes[0, 0].set_ylabel("test accuracy, %")
-    axes[1, 0].set_ylabel("test accuracy, %")
-    axes[0, -1].legend(fontsize=7)
-    axes[1, -1].legend(fontsize=7)
+                bottom.plot(
+                    RATES, line, color=colour, linestyle=dashes, alpha=0.5 + shade / 2, label=f"{method}, ε = {e:g}"
+                )
+        bottom.set(xscale="log", xticks=RATES, xticklabels=[f"{r:g}" for r in RATES])
+        bottom.set_xlabel("learning rate of DP-SGD, base rate of SGDOL")
+        bottom.minorticks_off()
+        for axis in (top, bottom):
+            axis.grid(visible=True, color="#e6e6e6", linewidth=0.5)
+            axis.spines[["top", "right"]].set_visible(False)
+    for half, row in zip(halves, axes, strict=True):
+        row[0].set_ylabel("test accuracy, %")
+        handles, labels = row[0].get_legend_handles_labels()
+        half.legend(handles, labels, fontsize=8, frameon=False, ncols=len(labels), loc="outside lower center")
     figure.savefig(path.with_suffix(".png"), dpi=110)
     figure.savefig(path.with_suffix(".svg"))
     plt.close(figure)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
 
 import sgdol
 
@@ -27,7 +32,11 @@ nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_execution_show_tb = True
+nb_code_prompt_show = "Show the code"
+nb_code_prompt_hide = "Hide the code"
+nb_render_image_options = {"width": "100%"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MATPLOTLIBRC", str(Path(__file__).parent / "matplotlibrc"))
 
 myst_enable_extensions = ["colon_fence", "dollarmath", "deflist", "attrs_inline"]
 myst_heading_anchors = 3
@@ -50,11 +59,34 @@ html_theme = "furo"
 html_title = "sgdol"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_show_sphinx = False
+html_show_sourcelink = False
+html_copy_source = False
+pygments_dark_style = "github-dark"
 html_theme_options = {
     "sidebar_hide_name": False,
+    "top_of_page_buttons": [],
     "light_css_variables": {"color-brand-primary": "#1f5fa8", "color-brand-content": "#1f5fa8"},
     "dark_css_variables": {"color-brand-primary": "#7db4ef", "color-brand-content": "#7db4ef"},
 }
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+
+
+def let_pictures_be_enlarged(app: Sphinx, doctree: nodes.document) -> None:
+    """Sphinx links a picture that is given a width to its file: on a phone, a tap shows it whole."""
+    for image in doctree.findall(nodes.image):
+        image.setdefault("width", "100%")
+
+
+def keep_sentences_of_attributes(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Napoleon takes what stands before a colon on the first line for the type; here it is half of a sentence."""
+    if what in ("attribute", "data", "property") and lines:
+        lines.insert(0, "\N{ZERO WIDTH SPACE}")
+
+
+def setup(app: Sphinx) -> None:
+    """What no option of Sphinx does."""
+    app.connect("autodoc-process-docstring", keep_sentences_of_attributes, priority=400)
+    app.connect("doctree-read", let_pictures_be_enlarged)

@@ -1,4 +1,4 @@
-"""What splitting a batch does to a network with BatchNorm: the README's sentence on it.
+"""What splitting a batch does to a network with BatchNorm: a sentence of docs/guide/troubleshooting.md.
 
     python scripts/measure_batch_norm.py
 

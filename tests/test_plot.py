@@ -45,7 +45,7 @@ def test_each_panel_shows_its_quantity_against_the_step():
     assert drawn(figure) == [[r[name] for r in HISTORY] for name in PANELS]
     for panel in figure.axes:
         assert list(next(iter(curves(panel).values())).get_xdata()) == [r["step"] for r in HISTORY]
-    assert [panel.get_yscale() for panel in figure.axes] == ["log", "linear", "log", "linear"]
+    assert [panel.get_yscale() for panel in figure.axes] == ["log", "log", "log", "linear"]
     assert all(panel.get_title(loc="left") and panel.get_ylabel() for panel in figure.axes)
     assert [panel.get_xlabel() for panel in figure.axes] == ["", "", "step", "step"]
 
@@ -111,6 +111,16 @@ def test_what_a_logarithm_cannot_show_is_a_gap_and_said_so():
     assert [text.get_text() for text in figure.axes[2].get_legend().get_texts()] == ["no signal measured"]
     (shade,) = figure.axes[2].patches
     assert (shade.get_x(), shade.get_width()) == (10, 30)
+
+
+def test_where_no_noise_is_seen_the_rest_of_the_curve_keeps_its_scale():
+    rows = [row(t, signal_to_noise=2.0**52 if t < 4 else 3.0 / t, noise_scale=0.0 if t < 4 else t) for t in range(1, 9)]
+    figure = sgdol.plot(rows)
+    for panel in figure.axes[1:3]:
+        (line,) = curves(panel).values()
+        assert [math.isnan(y) for y in line.get_ydata()] == [True] * 3 + [False] * 5
+        assert [text.get_text() for text in panel.get_legend().get_texts()] == ["no noise measured"]
+        assert panel.get_ylim()[1] < 100
 
 
 def test_a_single_record_and_one_without_any_value_can_be_drawn(tmp_path):

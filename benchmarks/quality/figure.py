@@ -39,7 +39,9 @@ RIGHT: dict[str, Style] = {
 }
 UNTUNED = {OURS_FREE}
 """On the right for comparison, although it has no learning rate to tune."""
-FROM, TO = 0.5, 1e4
+FROM = 0.4
+LEFT_TO, RIGHT_TO = 1e4, 100.0
+"""Where the panels end. Tuned methods differ within a factor of ten; beyond a hundred there is a problem or two."""
 
 
 def profile(values: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -61,34 +63,38 @@ def draw(lines: Sequence[Line], paths: Sequence[Path]) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    halves = [half for half in HALVES if any(line.half == half for line in lines)]
+    # What the defaults were not chosen on comes first.
+    halves = [half for half in reversed(HALVES) if any(line.half == half for line in lines)]
     layout = ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1, hspace=0.04)
     figure, axes = plt.subplots(
         len(halves), 2, figsize=(11, 1.6 + 3.7 * len(halves)), squeeze=False, layout=layout, sharey=True
     )
+    sides = ((LEFT, LEFT_TO, "nothing tuned"), (RIGHT, RIGHT_TO, "learning rate tuned"))
     for row, half in zip(axes, halves, strict=True):
         table = ratios([line for line in lines if line.half == half])
         problems = len({line.problem for line in lines if line.half == half})
-        for axis, chosen, what in zip(row, (LEFT, RIGHT), ("as they come", "learning rate tuned"), strict=True):
-            _panel(axis, table, chosen)
+        for axis, (chosen, end, what) in zip(row, sides, strict=True):
+            _panel(axis, table, chosen, end)
             axis.set_title(
                 f"{half[0].upper()}{half[1:]} half, {problems} problems: {what}", fontsize=11, loc="left", pad=12
             )
         row[0].set_ylabel("share of problems")
-    for axis, chosen in zip(axes[-1], (LEFT, RIGHT), strict=True):
-        axis.set_xlabel("loss gap over that of the best tuned method, at most")
-        _legend(axis, chosen)
+    for column, (chosen, _, _) in zip(axes.T, sides, strict=True):
+        column[-1].set_xlabel("loss gap at most this many times that of the best tuned method")
+        _legend(column, chosen)
     for path in paths:
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
     plt.close(figure)
 
 
-def _legend(axis: Any, chosen: dict[str, Style]) -> None:
-    """Below the column, since the lines need the whole panel."""
-    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+def _legend(column: Sequence[Any], chosen: dict[str, Style]) -> None:
+    """Below the column, since the lines need the whole panel; of every line that one of its panels has."""
+    handles: dict[str, Any] = {}
+    for axis in column:
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     shown = [label for label in chosen if label in handles]
     notes = dict.fromkeys(UNTUNED, " (not tuned)") if chosen is RIGHT else {}
-    axis.legend(
+    column[-1].legend(
         [handles[label] for label in shown],
         [label + notes.get(label, "") for label in shown],
         fontsize=8.5,
@@ -100,18 +106,20 @@ def _legend(axis: Any, chosen: dict[str, Style]) -> None:
     )
 
 
-def _panel(axis: Any, table: dict[str, dict[str, dict[int, float]]], chosen: dict[str, Style]) -> None:
+def _panel(axis: Any, table: dict[str, dict[str, dict[int, float]]], chosen: dict[str, Style], end: float) -> None:
     for contender, (colour, dashes) in reversed(chosen.items()):  # the first on top
         if contender not in table:
             continue
         x, y = profile([geometric_mean(seeds.values()) for seeds in table[contender].values()])
-        x, y = [FROM / 10, *x, TO * 10], [0.0, *y, 1.0]
+        x, y = [FROM / 10, *x, max(end, *x) * 10], [0.0, *y, 1.0]
         width = 2.6 if contender in (OURS, OURS_FREE) else 1.6
         axis.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=width, label=contender)
         assert all(math.isfinite(v) for v in x)
     axis.set_xscale("log")
-    axis.set_xlim(FROM, TO)
+    axis.set_xlim(FROM, end)
     axis.set_ylim(0, 1.02)
     axis.axvline(1, color="#909090", linewidth=0.7, zorder=0)
-    axis.set_xticks([1, 10, 100, 1000, 10000], ["1", "10", "100", "1,000", "10,000"])
+    ticks = [each for each in (1, 2, 5, 10, 20, 50, 100, 1000, 10_000) if end < 1e3 or math.log10(each).is_integer()]
+    axis.set_xticks([each for each in ticks if each <= end], [f"{each:,}" for each in ticks if each <= end])
+    axis.grid(visible=True, color="#e6e6e6", linewidth=0.5)
     axis.spines[["top", "right"]].set_visible(False)

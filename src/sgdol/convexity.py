@@ -273,7 +273,7 @@ class HardInstance(NamedTuple):
     """Huber's function of one coordinate, on which the surrogate's best fixed step is too small to get anywhere."""
 
     slope: float
-    """G: f(x) = G|x| - G^2/(2M) beyond |x| = G/M, and M x^2/2 within."""
+    """G: f is ``G|x| - G^2/(2M)`` beyond ``|x| = G/M``, and ``M x^2/2`` within."""
     largest_step: float
     """No trajectory's best fixed step for the expected surrogate is larger: G^2/(M (G^2 + v))."""
     gap: float

@@ -29,7 +29,11 @@ LOOKS: tuple[tuple[str, Any], ...] = (
 """Okabe and Ito's colours, which colour-blind readers tell apart, and dashes for black-and-white print."""
 
 PANELS = ("step_size", "signal_to_noise", "noise_scale", "skipped")
-LOGARITHMIC = ("step_size", "noise_scale")
+LOGARITHMIC = ("step_size", "signal_to_noise", "noise_scale")
+
+NO_SIGNAL, NO_NOISE = "no signal measured", "no noise measured"
+CERTAIN = 1e9
+"""A signal-to-noise ratio from here on, and a noise scale below its inverse, say that no noise was seen at all."""
 
 TITLES = {
     "step_size": "step size",
@@ -50,11 +54,11 @@ Curve = list[tuple[float, float]]
 def plot(history: Any, *, axes: Sequence[Axes] | None = None, figure: Figure | None = None) -> Figure:
     """Draw what the optimizer learned: step sizes, signal-to-noise ratio, gradient noise scale and skipped updates.
 
-    Step sizes and the noise scale have logarithmic axes, on which what is not positive and finite leaves a gap: a step
-    size of 0, or the noise scale while the noise drowns the signal (shaded). More than six parameter groups with step
-    sizes of their own are drawn as their median and range. Nothing is written and no global state of matplotlib
-    is touched: a notebook shows what is returned; elsewhere call ``figure.savefig(...)``, or give it a figure of
-    ``pyplot``.
+    All but the last have logarithmic axes, on which what is not positive and finite leaves a gap: a step size of 0; or
+    the ratio and the noise scale while one of signal and noise, both of them estimates, is not to be seen beside the
+    other (shaded). More than six parameter groups with step sizes of their own are drawn as their median and range.
+    Nothing is written and no global state of matplotlib is touched: a notebook shows what is returned; elsewhere call
+    ``figure.savefig(...)``, or give it a figure of ``pyplot``.
 
     Args:
         history: a :class:`sgdol.torch.Log` or a trainer's ``StepSizeMonitor``; its ``history``, a list of dicts; a dict
@@ -113,11 +117,11 @@ def _draw(panel: Axes, name: str, curves: Mapping[str, Curve]) -> None:
     if place is None or place.is_last_row() or len(panel.get_shared_x_axes().get_siblings(panel)) == 1:
         panel.set_xlabel("step")
     logarithmic = name in LOGARITHMIC
-    drawn = {label: [(x, _shown(y, logarithmic)) for x, y in curve] for label, curve in curves.items()}
+    drawn = {label: [(x, _shown(name, y)) for x, y in curve] for label, curve in curves.items()}
     values = [y for curve in drawn.values() for _, y in curve if math.isfinite(y)]
     if not values:
-        known = any(not math.isnan(y) for curve in curves.values() for _, y in curve)
-        message = "nothing above zero" if known else "no value yet"
+        known = [_unseen(name, y) or "nothing above zero" for c in curves.values() for _, y in c if not math.isnan(y)]
+        message = known[-1] if known else "no value yet"
         panel.text(0.5, 0.5, message, transform=panel.transAxes, ha="center", va="center", color="#666666")
         return
     merged = _merged(drawn)
@@ -136,16 +140,15 @@ def _draw(panel: Axes, name: str, curves: Mapping[str, Curve]) -> None:
                 markersize=3,
                 markevery=alone or None,
             )
-    if name == "noise_scale":
-        _mark_gaps(panel, next(iter(drawn.values())))
+    if name in ("signal_to_noise", "noise_scale"):
+        for what, alpha in ((NO_SIGNAL, 0.12), (NO_NOISE, 0.05)):
+            _mark_gaps(panel, [(x, _unseen(name, y) == what) for x, y in next(iter(curves.values()))], what, alpha)
     if logarithmic:
         _scale(panel, values)
     elif name == "skipped":
         top = max(1.0, *values)
         panel.set_ylim(-0.04 * top, 1.06 * top)
         panel.yaxis.set_major_locator(MaxNLocator(integer=True))
-    else:
-        panel.axhline(0.0, color="#666666", linewidth=0.8)
     entries = len(panel.get_legend_handles_labels()[1])
     if entries:
         outside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if entries > 2 else {}
@@ -161,21 +164,30 @@ def _alone(values: Sequence[float]) -> list[int]:
     ]
 
 
-def _shown(value: float, logarithmic: bool) -> float:
-    return value if math.isfinite(value) and (value > 0 or not logarithmic) else math.nan
+def _shown(name: str, value: float) -> float:
+    hidden = name in LOGARITHMIC and (value <= 0 or _unseen(name, value) is not None)
+    return value if math.isfinite(value) and not hidden else math.nan
 
 
-def _mark_gaps(panel: Axes, curve: Curve) -> None:
-    """Where the noise drowns the signal there is no noise scale: say so instead of leaving a hole."""
-    steps = [x for x, _ in curve]
+def _unseen(name: str, value: float) -> str | None:
+    """What could not be measured where a ratio of the two is at one of its ends."""
+    if name == "signal_to_noise":
+        return NO_SIGNAL if value <= 0 else NO_NOISE if value >= CERTAIN else None
+    if name == "noise_scale":
+        return NO_SIGNAL if value < 0 or value == math.inf else NO_NOISE if value <= 1 / CERTAIN else None
+    return None
+
+
+def _mark_gaps(panel: Axes, gaps: Sequence[tuple[float, bool]], label: str, alpha: float) -> None:
+    """Say why there is no line instead of leaving a hole."""
+    steps = [x for x, _ in gaps]
     holes: list[tuple[float, float]] = []
-    for i, (_, y) in enumerate(curve):
-        if math.isnan(y):
+    for i, (_, gap) in enumerate(gaps):
+        if gap:
             left, right = steps[max(i - 1, 0)], steps[min(i + 1, len(steps) - 1)]
             holes = [*holes[:-1], (holes[-1][0], right)] if holes and left <= holes[-1][1] else [*holes, (left, right)]
     for number, (left, right) in enumerate(holes):
-        label = "_" if number else "no signal measured"
-        panel.axvspan(left, right, color="#000000", alpha=0.1, linewidth=0, label=label)
+        panel.axvspan(left, right, color="#000000", alpha=alpha, linewidth=0, label="_" if number else label)
 
 
 def _draw_range(panel: Axes, curves: Mapping[str, Curve]) -> None:

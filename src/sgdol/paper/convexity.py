@@ -221,25 +221,47 @@ def _write(path: Path, fields: tuple[str, ...], rows: list[dict[str, Any]]) -> N
         writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
 
 
+COLOURS = {
+    "SGDOL": "#D55E00",
+    "SGDOL, floored": "#CC79A7",
+    "AdaGrad-Norm, tuned": "#009E73",
+    "DoG": "#000000",
+    "SGD, best constant": "#0072B2",
+    "SGD, best c/√t": "#56B4E9",
+    "SGD, the surrogate's best step": "#E69F00",
+}
+
+
 def _draw(curves: dict[str, dict[str, Curve]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots((len(curves) + 2) // 3, 3, figsize=(14, 11), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots((len(curves) + 2) // 3, 3, figsize=(11, 10), layout="constrained", squeeze=False)
+    handles: dict[str, Any] = {}
     for axis in axes.flat[len(curves) :]:
         axis.set_visible(False)
     for axis, (problem, found) in zip(axes.flat, curves.items(), strict=False):
-        for i, (name, curve) in enumerate(found.items()):
-            axis.loglog(curve.times, curve.average.mean(0), color=f"C{i}", label=name)
-            axis.loglog(curve.times, curve.last.mean(0), color=f"C{i}", linestyle=":", linewidth=1)
-        axis.set(title=problem, xlabel="T, for which the function is made" if problem == HARD else "t")
+        for name, curve in reversed(found.items()):  # the first on top
+            look: dict[str, Any] = {"color": COLOURS[name], "linewidth": 2.0 if name.startswith("SGDOL") else 1.3}
+            (handles[name],) = axis.loglog(curve.times, curve.average.mean(0), **look)
+            axis.loglog(curve.times, curve.last.mean(0), **{**look, "linestyle": ":", "linewidth": 1})
+        axis.set_title(problem, fontsize=10)
+        axis.set_xlabel("T, for which the function is made" if problem == HARD else "t")
+        axis.grid(visible=True, color="#e6e6e6", linewidth=0.5)
+        axis.spines[["top", "right"]].set_visible(False)
         top = max(curve.last[:, 0].mean() for curve in found.values())
         axis.set_ylim(bottom=max(axis.get_ylim()[0], top * 1e-8), top=top * 10)
-    axes[0, 0].legend(fontsize=7)
-    axes.flat[len(curves) - 1].legend(fontsize=7)  # the hard instance has one method more
-    axes[0, 0].set_ylabel("f - f*: average solid, last dotted")
+    for row in axes:
+        row[0].set_ylabel("f - f*")
+    shown = [name for name in COLOURS if name in handles]
+    lines = [handles[name] for name in shown]
+    styles: tuple[tuple[Any, str], ...] = (("-", "average of the iterates"), (":", "last iterate"))
+    for style, label in styles:
+        lines.append(plt.Line2D([], [], color="#555555", linestyle=style))
+        shown.append(label)
+    figure.legend(lines, shown, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
     figure.savefig(path, dpi=110)
     figure.savefig(path.with_suffix(".svg"))
     plt.close(figure)
