@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import flax.serialization
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from six_numbers import BLOCKS, gradients, granular, tree
 
 from sgdol.jax import averaged_params, diagnostics, sgdol
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """When the first test runs, not when tests are collected: they take a second."""
+    global flax, ocp
+    import flax.serialization
+    import orbax.checkpoint as ocp
 
 
 @pytest.fixture(autouse=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.training.train_state import TrainState
 
 from sgdol.jax import diagnostics, microbatch_grads, sgdol
 
@@ -96,6 +94,9 @@ def test_k_is_a_whole_number_of_at_least_two():
 
 
 def test_in_a_flax_loop_it_stands_where_the_gradient_stood():
+    import flax.linen as nn
+    from flax.training.train_state import TrainState
+
     """With an uneven last batch, and a last batch of one sample."""
     model = nn.Dense(1)
     data = batch_of(25)
