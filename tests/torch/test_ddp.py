@@ -8,9 +8,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import launch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from sgdol import SGDOL
@@ -119,6 +118,8 @@ def hooked(rank: int, world: int, register) -> dict:
 
 def refused(rank: int, world: int) -> dict[str, str]:
     """What cannot be right, and what is said about it."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # a quarter of a second
+
     errors = {}
     net = DistributedDataParallel(model())
     for name in ("inside DistributedDataParallel", "gradients averaged by hand"):
@@ -219,7 +220,7 @@ def results(request, tmp_path_factory) -> tuple[int, list[dict]]:
     """All runs of one world size in one set of processes: starting them is what takes the time."""
     world, folder = request.param, tmp_path_factory.mktemp("ddp")
     cases = {name: settings for name, (settings, _) in CASES[world].items()}
-    mp.spawn(worker, (world, str(folder), cases), nprocs=world)
+    launch(worker, (world, str(folder), cases), world)
     return world, [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 

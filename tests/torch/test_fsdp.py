@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -442,7 +442,7 @@ def launch(tmp_path_factory) -> Callable[[int], list[dict]]:
         folder = tmp_path_factory.mktemp("fsdp")
         torch.save(saved_state(), folder / "state.pt")
         cases = {name: settings for name, (settings, _) in CASES[world].items()}
-        mp.spawn(worker, (world, str(folder), cases), nprocs=world)
+        ranks.launch(worker, (world, str(folder), cases), world)
         return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
     return results_of
