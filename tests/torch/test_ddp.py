@@ -242,15 +242,19 @@ def test_ranks_are_the_microbatches_of_one_process(results):
         assert found["gradients"] == world * microbatches, name
         torch.testing.assert_close(found["params"], params, rtol=1e-10, atol=1e-12)
         assert found["step_sizes"] == pytest.approx(step_sizes, rel=1e-10), name
-        assert abs(step_sizes[-1] / step_sizes[0] - 1) > 0.01, "nothing was learned that could have been wrong"
+        # Measured: 0.93 at most. At the end a multiplier that clips at 2 may have risen again.
+        assert min(step_sizes) < 0.95 * step_sizes[0], f"{name}: nothing was learned that could have been wrong"
 
 
 def test_the_extra_communication_is_one_small_sum(results):
+    """Two more say whether all ranks had the same number of passes. What no rank used in a step is not sent."""
     world, ranks = results
-    for name, (_, numbers) in CASES[world].items():
-        # Two more say whether all ranks had the same number of passes. What no rank used in a step is not sent.
-        assert len(ranks[0][name]["reduced"]) == STEPS, name
-        assert max(ranks[0][name]["reduced"]) == numbers + 2, name
+    for name, (settings, numbers) in CASES[world].items():
+        wanted = [numbers + 2] * STEPS
+        if settings.get("branches"):
+            used = [batches(step, world * settings.get("microbatches", 1)) for step in range(STEPS)]
+            wanted = [numbers + 2 if any(x[0, 0] > 0 for x in every) else numbers // 2 + 2 for every in used]
+        assert ranks[0][name]["reduced"] == wanted, name
 
 
 def test_compressed_gradients_change_no_more_than_their_rounding(results):
