@@ -19,10 +19,7 @@ def imported():
     import orbax.checkpoint as ocp
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def through_orbax(saved, like, folder):

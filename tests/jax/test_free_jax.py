@@ -18,10 +18,7 @@ SHIFTS = 0.3 * np.random.default_rng(0).normal(size=(STEPS, 2, D))
 CURVATURES = np.logspace(0, 2, D)
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def quadratic(x, t, shift):

@@ -9,11 +9,7 @@ import pytest
 
 from sgdol.jax import diagnostics, microbatch_grads, sgdol
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def loss(params, batch):

@@ -19,10 +19,7 @@ LABELS = ["first", "second", "second"]
 T, D, LR = 16, 8, 0.25
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def vectors(k, seed=0):

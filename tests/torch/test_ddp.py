@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import launch
+from ranks import launch, tensors
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -161,16 +161,6 @@ def worker(rank: int, world: int, folder: str, cases: dict[str, dict]) -> None:
         torch.save(done, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
-
-
-def tensors(tree) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        return list(itertools.chain.from_iterable(tensors(v) for v in tree.values()))
-    if isinstance(tree, list):
-        return list(itertools.chain.from_iterable(tensors(v) for v in tree))
-    return []
 
 
 SIZE = sum(p.numel() for p in model().parameters())

@@ -13,6 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from ranks import tensors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -460,15 +461,6 @@ def results(request, launch) -> tuple[int, list[dict]]:
 @pytest.fixture
 def two(launch) -> list[dict]:
     return launch(2)
-
-
-def tensors(tree) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict | list):
-        children = tree.values() if isinstance(tree, dict) else tree
-        return list(itertools.chain.from_iterable(map(tensors, children)))
-    return []
 
 
 def test_all_ranks_know_the_same_bits(results):
