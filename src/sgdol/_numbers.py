@@ -36,44 +36,43 @@ def where(condition: Array, yes: Array, no: Array) -> Array:
 
 def maximum(a: Array, b: Array) -> Array:
     """The larger; of Python numbers, like Python's max, the first where they cannot be compared."""
-    xp = namespace(a, b)
-    if xp is None:
+    if isinstance(a, PLAIN) and isinstance(b, PLAIN):
         return b if b > a else a
+    xp = namespace(a, b)
     return xp.clip(a, b, None) if isinstance(b, PLAIN) else xp.maximum(*_alike(xp, a, b))
 
 
 def minimum(a: Array, b: Array) -> Array:
     """The smaller."""
-    xp = namespace(a, b)
-    if xp is None:
+    if isinstance(a, PLAIN) and isinstance(b, PLAIN):
         return b if b < a else a
+    xp = namespace(a, b)
     return xp.clip(a, None, b) if isinstance(b, PLAIN) else xp.minimum(*_alike(xp, a, b))
 
 
 def clip(value: Array, low: float, high: float) -> Array:
     """The value, moved into [low, high]."""
-    xp = namespace(value)
-    return min(max(value, low), high) if xp is None else xp.clip(value, low, high)
+    return min(max(value, low), high) if isinstance(value, PLAIN) else namespace(value).clip(value, low, high)
 
 
 def sqrt(value: Array) -> Array:
     """The square root; of a Python number that is not at least 0 it is not a number, as arrays have it."""
-    xp = namespace(value)
-    if xp is not None:
-        return xp.sqrt(value)
-    return math.sqrt(value) if value >= 0 else math.nan
+    if isinstance(value, PLAIN):
+        return math.sqrt(value) if value >= 0 else math.nan
+    return namespace(value).sqrt(value)
 
 
 def hypot(a: Array, b: Array) -> Array:
     """The root of a^2 + b^2, also where the squares leave the range."""
+    if isinstance(a, PLAIN) and isinstance(b, PLAIN):
+        return math.hypot(a, b)
     xp = namespace(a, b)
-    return math.hypot(a, b) if xp is None else xp.hypot(*_alike(xp, a, b))
+    return xp.hypot(*_alike(xp, a, b))
 
 
 def isfinite(value: Array) -> Array:
     """Whether it is a finite number."""
-    xp = namespace(value)
-    return math.isfinite(value) if xp is None else xp.isfinite(value)
+    return math.isfinite(value) if isinstance(value, PLAIN) else namespace(value).isfinite(value)
 
 
 def negate(condition: Array) -> Array:
@@ -84,6 +83,8 @@ def negate(condition: Array) -> Array:
 def ratio(numerator: Array, denominator: Array, otherwise: float) -> Array:
     """The quotient, or ``otherwise`` where the denominator is not positive."""
     positive = denominator > 0
+    if isinstance(positive, bool):
+        return numerator / denominator if positive else otherwise
     return where(positive, numerator / where(positive, denominator, 1.0), otherwise)
 
 

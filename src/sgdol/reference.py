@@ -245,18 +245,11 @@ def algorithm_1(
     >>> run.step_sizes[0], bool(run.step_sizes[-1] < run.step_sizes[0])
     (np.float64(1.0), True)
     """
-    return _run(
-        lambda _, x: np.stack([oracle(x) for _ in range(k)]),
-        x1,
-        horizon,
-        smoothness,
-        alpha,
-        estimator,
-        blocks,
-        seed,
-        metric=metric,
-        tensors=tensors,
-    )
+
+    def draw(_: int, x: Vector) -> Vector:
+        return np.stack([oracle(x) for _ in range(k)])
+
+    return _run(draw, x1, horizon, smoothness, alpha, estimator, blocks, seed, metric=metric, tensors=tensors)
 
 
 def replay(
@@ -294,14 +287,10 @@ def replay(
     array([ 0., -1., -3.])
     """
     recorded = np.asarray(gradients, dtype=np.float64)
+    setting = (x1, len(recorded), smoothness, alpha, estimator, blocks)
     return _run(
         lambda t, _: recorded[t],
-        x1,
-        len(recorded),
-        smoothness,
-        alpha,
-        estimator,
-        blocks,
+        *setting,
         seed=0,
         kappa=kappa,
         momentum=momentum,

@@ -517,6 +517,65 @@ def test_averaged_puts_the_average_in_and_takes_it_out():
     train_network(net, opt, 12, 14)
 
 
+@pytest.mark.parametrize("edit", ["in place", "replaced"])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_gradients_that_the_closure_rescales_are_measured_as_they_are(parts, edit):
+    """Dividing all gradients by four is dividing the objective by four: the same points."""
+    runs = []
+    for rescales in (False, True):
+        net = network(dropout=0.0)
+        opt = SGDOLFree(net.parameters())
+        for t in range(15):
+
+            def closure(net=net, opt=opt, rescales=rescales, t=t):
+                loss = net_closure(opt, net, batch(t), parts)()
+                for p in net.parameters() if rescales else ():
+                    if edit == "in place":
+                        p.grad.mul_(0.25)
+                    else:
+                        p.grad = p.grad * 0.25
+                return loss
+
+            opt.step(closure)
+        runs.append((torch.cat([p.detach().reshape(-1) for p in net.parameters()]), opt.diagnostics()))
+    torch.testing.assert_close(*(points for points, _ in runs), rtol=1e-10, atol=0)
+    assert runs[0][1]["noise_scale"] == pytest.approx(runs[1][1]["noise_scale"], rel=1e-10)
+
+
+def test_passes_that_reach_different_parameters_are_measured():
+    """Each head sees one of two parts: one contribution there, two in what they share."""
+    torch.manual_seed(0)
+    trunk, heads = nn.Linear(5, 4), [nn.Linear(4, 1), nn.Linear(4, 1)]
+    modules = nn.ModuleList([trunk, *heads]).double()
+    found = []
+    for metric in ("euclidean", "rms"):
+        opt = SGDOLFree(copy.deepcopy(modules).parameters(), metric=metric)
+        first, left, right = (opt.param_groups[0]["params"][i : i + 2] for i in (0, 2, 4))
+        pieces = []
+
+        def closure(opt=opt, first=first, left=left, right=right, pieces=pieces):
+            opt.zero_grad()
+            total, before = 0.0, None
+            for part, head in zip(batch(0).chunk(2), (left, right), strict=True):
+                hidden = torch.tanh(nn.functional.linear(part, *first))
+                value = nn.functional.linear(hidden, *head).square().mean() / 2
+                value.backward()
+                total += float(value.detach())
+                now = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in (*first, *left, *right)]
+                pieces.append(now if before is None else [a - b for a, b in zip(now, before, strict=True)])
+                before = now
+            return total
+
+        opt.step(closure)
+        one, two = pieces[:2]
+        cross = sum(float((a * b).sum()) for a, b in zip(one, two, strict=True))
+        n = sum(float((a + b).square().sum()) for a, b in zip(one, two, strict=True))
+        if metric == "euclidean":
+            assert opt.param_groups[0]["rule"]["signal"] == pytest.approx(4 * cross / n, rel=1e-12)
+        found.append(opt.param_groups[0]["rule"]["signal"])
+    assert found[0] != found[1]
+
+
 # Misuse ---------------------------------------------------------------------------------------------------------------
 
 
@@ -545,6 +604,55 @@ def test_a_single_backward_is_an_error():
     opt = SGDOLFree(net.parameters())
     with pytest.raises(RuntimeError, match=r"ran backward\(\) 1 time.*Split the batch"):
         opt.step(net_closure(opt, net, batch(0), parts=1))
+
+
+def test_gradients_that_are_zeroed_between_the_passes_are_an_error():
+    net = network()
+    opt = SGDOLFree(net.parameters())
+
+    def closure():
+        for part in batch(0).chunk(2):
+            opt.zero_grad()
+            loss = net(part).square().mean() / 2
+            loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"zero between the backward passes.*call opt.zero_grad\(\) once"):
+        opt.step(closure)
+
+
+def test_passes_that_run_inside_one_another_are_an_error():
+    net = network()
+    opt = SGDOLFree(net.parameters())
+
+    def closure():
+        opt.zero_grad()
+        outer, inner = (net(part).square().mean() / 2 for part in batch(0).chunk(2))
+        waiting = [inner]
+
+        def run(_):
+            if waiting:
+                waiting.pop().backward()
+
+        handle = net[4].bias.register_post_accumulate_grad_hook(run)
+        outer.backward()
+        handle.remove()
+        return outer
+
+    with pytest.raises(RuntimeError, match=r"at the same time.*one after the other"):
+        opt.step(closure)
+
+
+def test_nothing_but_evaluating_is_done_inside_averaged():
+    net = network()
+    opt = SGDOLFree(net.parameters())
+    train_network(net, opt, 0, 3)
+    with opt.averaged():
+        with pytest.raises(RuntimeError, match=r"step\(\) inside averaged\(\)"):
+            train_network(net, opt, 3, 4)
+        with pytest.raises(RuntimeError, match="does not nest"):
+            opt.averaged_state_dict(net)
+    train_network(net, opt, 3, 4)
 
 
 def test_a_closure_without_backward_or_loss_is_an_error():

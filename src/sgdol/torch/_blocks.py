@@ -238,7 +238,7 @@ class Blocks:
         parts = []
         for name, value in zip(fresh._fields, fresh, strict=True):
             key = f"learner.{name}"
-            parts.append(stacked([owner.get(key, value).to(like) for owner in owners], like))
+            parts.append(stacked([owner.get(key, value) for owner in owners], like))
         return type(fresh)(*parts)
 
     def write(self, owners: Sequence[dict[str, Any]], new: Any, old: Any, ok: Tensor | None) -> None:

@@ -26,9 +26,10 @@ from torch.optim import Optimizer
 from sgdol.learners import Learner
 from sgdol.torch import _diagnostics as diagnostics
 from sgdol.torch._geometry import Geometry
-from sgdol.torch._statistics import uses_momentum
+from sgdol.torch._momentum import uses_momentum
+from sgdol.torch._sources import Recorder
 from sgdol.torch._tensors import real_view, scalar_dtype, wide_dtype
-from sgdol.torch._world import fitted, like_parameter, local
+from sgdol.torch._world import World, fitted, like_parameter, local
 
 __all__ = [
     "Blanks",
@@ -37,6 +38,7 @@ __all__ = [
     "drop_blanks",
     "first_step_size",
     "is_asked",
+    "is_creating",
     "load",
     "refuse_another_configuration",
     "restore",
@@ -107,7 +109,7 @@ class Blanks:
         elif group["granularity"] == "coordinate" and not any(key.startswith("learner.") for key in known):
             number = self._learner(group, wide.new_zeros(()))
             blank.update({key: like_parameter(value.expand_as(wide).clone(), p) for key, value in number.items()})
-        blank.update(self._geometry.blank(p))
+        blank.update(self._geometry.diagonals.blank(p))
         return {key: value for key, value in blank.items() if key not in known}
 
     def _learner(self, group: dict[str, Any], like: Tensor) -> dict[str, Tensor]:
@@ -135,6 +137,13 @@ def complete(state_dict: dict[str, Any], blanks: Blanks) -> dict[str, Any]:
         if p.requires_grad or index in state:
             state[index] = {**blank, **state.get(index, {})}
     return state_dict
+
+
+def is_creating(groups: list[dict[str, Any]], params: list[Tensor], recorder: Recorder, world: World) -> bool:
+    """Whether this is torch.distributed.checkpoint: it steps with zeros to make optimizers create their state."""
+    if recorder.count(params) or not all(group["lr"] == 0 for group in groups):
+        return False
+    return not world.total(params, recorder.found(params).n.unsqueeze(0))[0].sum().tolist()
 
 
 def create(groups: list[dict[str, Any]], state: dict[Any, Any], blanks: Blanks) -> None:

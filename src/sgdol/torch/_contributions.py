@@ -1,9 +1,9 @@
 """The backward passes in one call of a closure, each of them one independent gradient, as vectors.
 
-Whoever calls the closure knows where its passes begin and end, so that nothing has to be measured while they run: what
-a pass has added to ``.grad`` is seen at its end. Where ranks average their gradients that is not what this rank had,
-and the hooks in front of the gradient accumulators keep it. Memory: one vector while there are two passes, two while
-there are more; with ranks, the rank's own gradients for as long as a backward runs.
+Nothing is measured while passes run. The hooks in front of the gradient accumulators keep what a pass brings until it
+has ended, from the second pass on: what is in ``.grad`` without that is what the first has brought. Where ranks average
+their gradients ``.grad`` does not tell, and the first pass is kept too. Memory: one vector while there are two passes,
+two while there are more, and what a pass brings for as long as it runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sgdol.torch._listening import Listening, after_backward
 from sgdol.torch._tensors import wide_dtype
-from sgdol.torch._vectors import Space, Vector, largest, multiply
+from sgdol.torch._vectors import Space, Vector, largest, multiply, same
 from sgdol.torch._world import Finder, Tap, World
 
 __all__ = ["Contributions", "Found"]
@@ -30,8 +30,10 @@ class Found(NamedTuple):
     passes: int
     g: Vector
     """The sum of the contributions: what is in ``.grad``, times the factor."""
-    squares: Vector | None
-    """The sum of the squares of this rank's own contributions, coordinate by coordinate; None if there is only one."""
+    squares: Vector | None = None
+    """The sum of the squares of this rank's own contributions, coordinate by coordinate..."""
+    second: Vector | None = None
+    """...or, if there are two and they are the sum, the second."""
 
 
 class Contributions:
@@ -51,6 +53,8 @@ class Contributions:
         self._waits = False
         self._counts = [0] * len(params)
         self._running: set[int] = set()
+        self._own: dict[int, Tensor] = {}
+        self._keeps = [False]
         self._taps = [Tap() for _ in params]
         self._space: Space | None = None
         self.begin(1.0, 1.0, "now")
@@ -71,11 +75,14 @@ class Contributions:
         self._sign, self._chooses, self.factor = sign, unit is None, sign * (unit or 1.0)
         self._counts[:] = [0] * len(self._params)
         self._running.clear()
-        self._own: dict[Tensor, Tensor] = {}
+        self._own.clear()
+        self._keeps[0] = self._waits
         self._passes = 0
+        self._zeroed = False
         self._last: tuple[Space, Vector] | None = None
+        self._second: Vector | None = None  # what the second of two passes has brought, in the space of the last
         self._squares: tuple[Space, Vector] | None = None
-        self._versions: list[tuple[int, int]] = []
+        self._left: list[tuple[Tensor, Tensor, int]] = []
 
     def _attach(self) -> None:
         """Be in front of all accumulators: a parameter whose data change kind has got a new one."""
@@ -94,21 +101,34 @@ class Contributions:
 
     def space_of(self, params: list[Tensor]) -> Space:
         """The vectors over these parameters; the same object while they stay the same."""
-        if self._space is None or [*map(id, self._space.given)] != [*map(id, params)]:
+        if self._space is None or (
+            self._space.given is not params and [*map(id, self._space.given)] != [*map(id, params)]
+        ):
             self._space = Space(params)
         return self._space
 
     def found(self, space: Space) -> Found:
         """What the passes have brought the parameters of this space."""
         passes = max(self._counts)
-        if self._squares is None or self._last is None:
-            return Found(passes, space.gradients(self.factor, self._name), None)
-        squares = space.taken_from(*self._squares)
-        last = space.taken_from(*self._last)
-        if self._last[0] is space and self._untouched():
+        if self._zeroed:
+            raise RuntimeError(
+                "the gradients were set to zero between the backward passes of the closure, so that .grad is not their "
+                "sum: call opt.zero_grad() once, before the first"
+            )
+        if self._last is None:
+            return Found(passes, space.gradients(self.factor, self._name))
+        untouched = self._last[0] is space and self._untouched()
+        self._left = []  # these are the gradients themselves: whoever sets them to None wants their memory back
+        if untouched and self._second is not None:
+            return Found(passes, self._last[1], second=self._second)
+        self._square()
+        if self._squares is None:
+            return Found(passes, space.gradients(self.factor, self._name))
+        squares, last = space.taken_from(*self._squares), space.taken_from(*self._last)
+        if untouched:
             return Found(passes, last, squares)
         g = space.gradients(self.factor, f"{self._name}, rescaled")
-        if not all(torch.equal(a, b) for a, b in zip(g, last, strict=True)):
+        if not same(g, last):
             space.rescale(squares, last, g)
         return Found(passes, g, squares)
 
@@ -116,21 +136,19 @@ class Contributions:
         """Whether ``.grad`` is what the last backward left: by the versions, and GradScaler writes without raising."""
         assert self._last is not None
         space, last = self._last
-        if self._versions != _versions(space.params) or any(x.device.type != "cpu" for x in last):
+        if not all(p.grad is g and g._version == version for p, g, version in self._left):
             return False
-        return space.has_gradient(last, self.factor)
+        return all(x.device.type == "cpu" for x in last) and space.has_gradient(last, self.factor)
 
     # While a backward runs --------------------------------------------------------------------------------------------
 
     def arrived(self, index: int, gradient: Tensor) -> None:
-        """This rank's own gradient of a parameter arrives in the backward that runs now."""
+        """This rank's own gradient of a parameter arrives in the backward that runs now, and will not stay as it is."""
         self._counts[index] += 1
         task = torch._C._current_graph_task_id()
         if task not in self._running:
             self._begin_pass(task)
-        p = self._params[index]
-        before = self._own.get(p)
-        self._own[p] = gradient.to(wide_dtype(gradient.dtype), copy=True) if before is None else before + gradient
+        _keep(self._own, id(self._params[index]), gradient.to(wide_dtype(gradient.dtype), copy=True))
 
     def begun(self, index: int) -> None:
         """Of sharded parameters, which are refused."""
@@ -139,45 +157,55 @@ class Contributions:
         """Of sharded parameters, which are refused."""
 
     def _begin_pass(self, task: int) -> None:
-        if self._passes == 1 and self._last is None and not self._running:
-            self._look()  # the first pass alone is worth looking at only now
+        if not self._running:
+            self._keeps[0] = self._waits or self._passes > 0
+            self._zeroed |= self._passes > 0 and all(p.grad is None for p in self._params)
         self._running.add(task)
-        after_backward(lambda: after_backward(lambda: self._close(task)))
+        if self._waits:  # for what the ranks do at the end of a backward
+            after_backward(lambda: after_backward(lambda: self._close(task)))
+        else:
+            after_backward(lambda: self._close(task))
 
     def _close(self, task: int) -> None:
         """The end of a backward, after the ranks' gradients have been averaged."""
         self._running.discard(task)
+        if self._running:  # it was part of another
+            return
         self._passes += 1
-        if self._passes > 1 or self._waits:
+        if self._keeps[0]:
             self._look()
+            self._own.clear()
 
     @torch.no_grad()
     def _look(self) -> None:
-        """See what has been added to ``.grad``."""
-        params = [p for p in self._params if p.grad is not None]
-        if not params or any(p.grad.layout != torch.strided for p in params):  # type: ignore[union-attr]
+        """See what is in ``.grad``, and what has been added to it."""
+        left = [(p, g, g._version) for p in self._params if (g := p.grad) is not None]
+        if not left or any(g.layout != torch.strided for _, g, _ in left):
             return
-        space = self.space_of(params)
+        self._square()
+        space = self.space_of(self._params if len(left) == len(self._params) else [p for p, _, _ in left])
         now = space.gradients(1.0, f"{self._name}, {self._passes % 2}")
+        own = space.collect(self._own_of, 1.0, "own")
         if self._chooses and self._last is None:
-            self.factor = self._sign * _unit(now)
+            # All ranks have the same mean; what they had of their own would give each a factor of its own.
+            self.factor = self._sign * _unit(now if self._waits else now + own)
         if self.factor != 1.0:
-            now = [x.mul_(self.factor) for x in now]
-        if self._waits:
-            own = [x.mul_(self.factor) for x in space.collect(self._own_of, "own")]
-            self._own = {}
+            now, own = [x.mul_(self.factor) for x in now], [x.mul_(self.factor) for x in own]
+        if self._last is None and not self._waits:
+            self._second = own
+        else:
             self._add(space, own)
-        elif self._last is not None:
-            before = space.taken_from(*self._last)
-            if self._squares is None:
-                self._add(space, before)
-            self._add(space, [torch.sub(a, b, out=b) for a, b in zip(now, before, strict=True)])
-        self._last = (space, now)
-        self._versions = _versions(space.params)
+        self._last, self._left = (space, now), left
 
-    def _own_of(self, p: Tensor) -> Tensor:
-        own = self._own.get(p)
-        return torch.zeros_like(p) if own is None else own
+    def _own_of(self, p: Tensor) -> Tensor | None:
+        return self._own.get(id(p))
+
+    def _square(self) -> None:
+        """Square what two passes have brought, if that has not been done."""
+        if self._second is not None and self._last is not None:
+            (space, both), second, self._second = self._last, self._second, None
+            self._add(space, second)
+            self._add(space, [torch.sub(a, b, out=b) for a, b in zip(both, second, strict=True)])
 
     def _add(self, space: Space, c: Vector) -> None:
         if self._squares is None:
@@ -187,24 +215,28 @@ class Contributions:
         self._squares = (space, [q.addcmul_(x, x) for q, x in zip(squares, c, strict=True)])
 
 
-def _counting(recorder: Contributions, index: int) -> Callable[[Any], None]:
-    """A hook that only counts: what a backward has brought is seen at its end. It is called often, so it is short."""
-    counts, running, owner = recorder._counts, recorder._running, weakref.ref(recorder)
-    current = torch._C._current_graph_task_id
+def _keep(own: dict[int, Tensor], key: int, gradient: Tensor) -> None:
+    """Keep what a backward brings a parameter, to which it may bring more."""
+    before = own.get(key)
+    own[key] = gradient if before is None else before.detach() + gradient.detach()
 
-    def hook(_: Any) -> None:
+
+def _counting(recorder: Contributions, index: int) -> Callable[[Any], None]:
+    """A hook that counts, and keeps what a backward brings if that is wanted. It is called often, so it is short."""
+    counts, running, keeps, own = recorder._counts, recorder._running, recorder._keeps, recorder._own
+    owner, key, current = weakref.ref(recorder), id(recorder._params[index]), torch._C._current_graph_task_id
+
+    def hook(gradients: tuple[Tensor | None, ...]) -> None:
         counts[index] += 1
         task = current()
         if task not in running:
             alive = owner()
             if alive is not None:
                 alive._begin_pass(task)
+        if keeps[0] and gradients[0] is not None:
+            _keep(own, key, gradients[0])
 
     return hook
-
-
-def _versions(params: list[Tensor]) -> list[tuple[int, int]]:
-    return [(id(p.grad), p.grad._version) for p in params]  # type: ignore[union-attr]
 
 
 def _unit(g: Vector) -> float:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sgdol.torch._contributions import Contributions
+from sgdol.torch._contributions import Contributions, Found
 from sgdol.torch._rerun import Rerun
 from sgdol.torch._vectors import Space, Vector, dot, multiply, norm, numbers, total
 from sgdol.torch._world import Finder, Own
 
-__all__ = ["Evaluation", "Evaluator", "Here", "loss_of", "root"]
+__all__ = ["Evaluation", "Evaluator", "Here", "Kept", "loss_of", "root"]
 
 
 class Evaluation(NamedTuple):
@@ -24,7 +24,9 @@ class Evaluation(NamedTuple):
     loss: float
     """The mean over the ranks of what the closure returned; negative if it is maximised."""
     g: Vector
-    """The mean gradient, times the factor that brings it into range."""
+    """The mean gradient, times the factor that brings it into range..."""
+    squared: Vector | None
+    """...and its square, coordinate by coordinate; None in Euclid's norm, where nobody needs it."""
     norm: float
     """||g|| in the metric..."""
     squares: float
@@ -41,12 +43,21 @@ class Here(NamedTuple):
 
     space: Space
     x: Vector
-    inverse: Vector | None
+    inverse: Vector | None = None
     """1/D; None for Euclid's norm."""
+    usual: float | None = None
+    """The root of the mean of the past ||g||^2, all in this norm; None if the metric does not remember them."""
 
     def sharp(self, g: Vector, name: str = "scratch") -> Vector:
         """From a gradient to a direction: D^-1 g, in the memory of this name, or g itself if D is 1."""
         return g if self.inverse is None else multiply(g, self.inverse, self.space.empty(name))
+
+    def square(self, g: Vector, name: str) -> tuple[Tensor, Vector | None]:
+        """||g||^2 of a gradient, in D^-1, still on the device; and g^2 in the memory of this name, unless D is 1."""
+        if self.inverse is None:
+            return dot(g, g), None
+        squared = multiply(g, g, self.space.empty(name))
+        return dot(squared, self.inverse), squared
 
     def length(self, s: Vector) -> float:
         """||s|| of a difference of points: in D."""
@@ -58,6 +69,17 @@ class Here(NamedTuple):
     def difference(self, a: Vector, b: Vector, name: str) -> Vector:
         """The difference, in the memory of this name."""
         return [torch.sub(x, y, out=z) for x, y, z in zip(a, b, self.space.empty(name), strict=True)]
+
+
+class Kept(NamedTuple):
+    """What was in ``.grad``, to be put there again."""
+
+    gradients: list[tuple[Tensor, Tensor | None]]
+
+    def put_back(self) -> None:
+        """Put it there."""
+        for p, gradient in self.gradients:
+            p.grad = gradient
 
 
 class Evaluator:
@@ -75,10 +97,12 @@ class Evaluator:
 
     def __init__(self, params: list[Tensor], finder: Finder, sign: float, unit: float) -> None:
         self._contributions = Contributions(params, finder)
-        self._rerun = Rerun()
+        self._rerun = Rerun({p.device for p in params})
         self._finder = finder
-        self._devices = {p.device for p in params}
         self._sign = sign
+        self._name = "now"
+        self.count = 0
+        """How many calls there were in this step."""
         self.unit = unit
 
     @property
@@ -93,18 +117,30 @@ class Evaluator:
             closure: evaluates the batch.
             choose: whether to choose the unit anew.
         """
-        self._contributions.begin(self._sign, None if choose else self.unit, "now")
-        with self._rerun.first(self._devices), torch.enable_grad():
-            result = closure()
+        self._name = "now"
+        self._contributions.begin(self._sign, None if choose else self.unit, self._name)
+        self.count = 1
+        if torch.is_grad_enabled():
+            result = self._rerun.first(closure)
+        else:
+            with torch.enable_grad():
+                result = self._rerun.first(closure)
         self.unit = abs(self._contributions.factor)
         return result
 
-    def again(self, closure: Callable[[], Any], here: Here) -> Evaluation:
-        """Evaluate the same batch where the parameters are now, in the metric of this step; nobody notices."""
-        self._contributions.begin(self._sign, self.unit, "again")
-        with self._rerun.again(), torch.enable_grad():
-            result = closure()
-        return self.measure(here, result)
+    def again(self, closure: Callable[[], Any]) -> float:
+        """Evaluate the same batch where the parameters are now, so that nobody notices: the loss."""
+        self._name = "again"
+        self._contributions.begin(self._sign, self.unit, self._name)
+        self.count += 1
+        with torch.enable_grad():
+            return loss_of(self._rerun.again(closure))
+
+    def kept(self, here: Here, now: Evaluation) -> Kept:
+        """What is in ``.grad`` now. Ranks may have it in memory that the next backward writes to: theirs is copied."""
+        if self._finder.world.ranks > 1:
+            here.space.put_gradients(now.g, self.factor)
+        return Kept([(p, p.grad) for p in here.space.params])
 
     def undo(self) -> None:
         """Take back what the first call did to buffers."""
@@ -114,10 +150,17 @@ class Evaluator:
         """The vectors over these parameters."""
         return self._contributions.space_of(params)
 
-    def measure(self, here: Here, result: Any) -> Evaluation:
-        """What the last call left."""
-        loss = loss_of(result) * self._sign
-        found, world = self._contributions.found(here.space), self._finder.world
+    def measure(self, here: Here, loss: float) -> Evaluation:
+        """What the last call left, which returned this loss; in the metric of this step."""
+        return self.measure_found(here, loss, self.gradient(here))
+
+    def gradient(self, here: Here) -> Found:
+        """The gradient that the last call left, nothing of which is measured yet."""
+        return self._contributions.found(here.space)
+
+    def measure_found(self, here: Here, loss: float, found: Found) -> Evaluation:
+        """The same of a gradient that has been looked at before."""
+        loss, world = loss * self._sign, self._finder.world
         k = found.passes * world.ranks
         if k < 2:
             raise RuntimeError(
@@ -125,16 +168,26 @@ class Evaluator:
                 f"{found.passes} time(s). Split the batch: for x, y in zip(inputs.chunk(2), targets.chunk(2)): "
                 "(loss_fn(model(x), y) / 2).backward()"
             )
-        assert found.squares is not None
-        n = dot(found.g, here.sharp(found.g))
-        q = total(found.squares) if here.inverse is None else dot(found.squares, here.inverse)
-        if world.ranks == 1:
-            nn, qq = numbers(n, q)
-        else:  # n is that of the mean gradient, which every rank has; Q and the loss in one all-reduce
-            own = Own(q.new_zeros(0, 1), q.double().reshape(1), q.double().new_tensor([loss]), [], found.passes)
-            shared = world.share(here.space.params[:1], own)
-            nn, qq, loss = numbers(n, shared.q[0], shared.seen[0] / world.ranks)
-        return Evaluation(loss, found.g, root(nn) / self.unit, root(qq) / self.unit, k)
+        n, squared = here.square(found.g, f"{self._name}, squared")
+        if found.second is not None:
+            # Two gradients and their sum: the squares of the sum and of the difference, halved.
+            pairs = zip(found.g, found.second, strict=True)
+            nn, rest = numbers(n, here.square([torch.sub(g, c, alpha=2, out=c) for g, c in pairs], "scratch")[0])
+            qq = (nn + rest) / 2
+        elif found.squares is None:
+            raise RuntimeError(
+                "the backward passes of the closure run at the same time: what each of them has added to .grad cannot "
+                "be told. Run them one after the other"
+            )
+        else:
+            q = total(found.squares) if here.inverse is None else dot(found.squares, here.inverse)
+            if world.ranks == 1:
+                nn, qq = numbers(n, q)
+            else:  # n is that of the mean gradient, which every rank has; Q and the loss in one all-reduce
+                own = Own(q.new_zeros(0, 1), q.double().reshape(1), q.double().new_tensor([loss]), [], found.passes)
+                shared = world.share(here.space.params[:1], own)
+                nn, qq, loss = numbers(n, shared.q[0], shared.seen[0] / world.ranks)
+        return Evaluation(loss, found.g, squared, root(nn) / self.unit, root(qq) / self.unit, k)
 
     def norm(self, here: Here, g: Vector) -> float:
         """||g|| of a vector of gradients: in D^-1."""

@@ -109,6 +109,7 @@ class SGDOLFree(WatchingOptimizer):
         self._vectors: dict[str, Vector] = {}
         self._whereabouts = Whereabouts()
         self._turn = False
+        self._known: tuple[dict[str, Any] | None, State] = (None, State())
 
     # The public face --------------------------------------------------------------------------------------------------
 
@@ -128,34 +129,40 @@ class SGDOLFree(WatchingOptimizer):
                 "SGDOLFree.step needs a closure: a function that computes the loss of one batch in two or more parts, "
                 "calls backward() on each and returns the loss. Got closure=None"
             )
-        with torch.no_grad():
-            return self._step(closure)
+        if self._swapped:
+            raise RuntimeError("step() inside averaged() would train the averaged weights: leave it first")
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(self._step)(closure)
+        return self._step(closure)
 
-    @torch.compiler.disable
     def _step(self, closure: Callable[[], Any]) -> Any:
+        result = self._evaluator().first(closure, choose=self._rule().updates == 0)
+        with torch.no_grad():
+            self._learn(closure, result)
+        return result
+
+    def _learn(self, closure: Callable[[], Any], result: Any) -> None:
+        """Make the step, after the first call of the closure."""
         state = self._rule()
-        result = self._evaluator().first(closure, choose=state.updates == 0)
         here: Here | None = None
         try:
             here, now = self._arrive(state, result)
             if not now.finite:
                 self._evaluator().undo()
-            state = state._replace(evaluations=state.evaluations + 1)
             elsewhere = Elsewhere(self._evaluator(), closure, self._settings, self._vector)
             state, here, now = elsewhere.advance(state, here, now)
-        except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C there
+            if now.finite and state.first_norm > 0:
+                state = self._move(state, here, now)
+            elif not now.finite:
+                state = state._replace(skipped=state.skipped + 1)
+        except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C
             self._evaluator().undo()
             if here is not None:
                 here.space.put(here.x)
                 self._whereabouts.remember(here)
             raise
-        if now.finite and state.first_norm > 0:
-            state = self._move(state, here, now)
-        elif not now.finite:
-            state = state._replace(skipped=state.skipped + 1)
-        self._keep_rule(state, now.k)
+        self._keep_rule(state._replace(evaluations=state.evaluations + self._evaluator().count), now.k)
         self._whereabouts.remember(here)
-        return result
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -164,7 +171,7 @@ class SGDOLFree(WatchingOptimizer):
         Only parameters are averaged. A model with BatchNorm wants its statistics for the averaged parameters:
         :func:`torch.optim.swa_utils.update_bn` inside.
         """
-        if self._space is not None:
+        if self._space is not None and not self._swapped:
             self._whereabouts.refuse_moved(self._space, self._space.point("there"))
         with super()._averaged():
             yield
@@ -247,11 +254,11 @@ class SGDOLFree(WatchingOptimizer):
 
     def _arrive(self, state: State, result: Any) -> tuple[Here, Evaluation]:
         """The point, the metric there, and what the first call of the closure says."""
-        loss_of(result)  # or say what is wrong with it
+        loss = loss_of(result)
         space = self._taking_part()
         self._refuse_sparse(space.params)
         self._turn = not self._turn  # the memory of the last point is still needed
-        here = Here(space, space.point(f"x, {self._turn}"), None)
+        here = Here(space, space.point(f"x, {self._turn}"))
         self._whereabouts.refuse_moved(space, here.x)
         metric = self._metric()
         if state.updates == 0:
@@ -261,18 +268,23 @@ class SGDOLFree(WatchingOptimizer):
                 inverse = space.inverse_diagonal(metric, None, 0.0, space.gradients(self._evaluator().factor, "g"))
                 here = here._replace(inverse=inverse)
         elif isinstance(metric, RMS):
-            weight = _geometric_sum(metric.decay, state.updates)
-            here = here._replace(inverse=space.inverse_diagonal(metric, self._vector("squares"), weight, []))
-        return here, self._evaluator().measure(here, result)
+            weight, squares, usual = _geometric_sum(metric.decay, state.updates), self._vector("squares"), None
+            inverse = space.inverse_diagonal(metric, squares, weight, [])
+            if state.updates >= self._settings.clip_from:
+                usual = root(numbers(dot(squares, inverse))[0] / weight) / self._evaluator().unit
+            here = here._replace(inverse=inverse, usual=usual)
+        return here, self._evaluator().measure(here, loss)
 
     def _move(self, state: State, here: Here, now: Evaluation) -> State:
         """Move along the momentum direction, and learn from the gradients; ``here.x`` goes along. Calls no closure."""
         options = self.param_groups[0]
         beta, unit = options["momentum"], self._evaluator().unit
-        clipped = free.clipping(state, now.norm, self._usual(here, state), self._settings)
+        clipped = free.clipping(state, now.norm, here.usual, self._settings)
         if clipped < 1:
             for g in now.g:
                 g.mul_(clipped)
+            for square in now.squared or ():
+                square.mul_(clipped**2)
         m = self._vector("momentum")
         for old, g in zip(m, now.g, strict=True):
             torch.mul(g, 1 - beta, out=old) if state.momentum_weight == 0 else old.lerp_(g, 1 - beta)
@@ -280,8 +292,7 @@ class SGDOLFree(WatchingOptimizer):
         state = free.track(state, now.loss, self._settings)._replace(momentum_weight=weight)
         d = here.sharp(m)
         direction_norm = root(numbers(dot(m, d))[0]) / weight / unit
-        decays = {p: group["weight_decay"] for group in self.param_groups for p in group["params"]}
-        decay = max(decays.values())
+        decay = max(group["weight_decay"] for group in self.param_groups)
         state = free.choose_step(state, direction_norm, decay, self._settings)
         state = free.observe(state, now.norm, now.squares, now.k, clipped, self._settings)
         # The average is over the points that steps start from: of none that is taken back afterwards.
@@ -291,30 +302,29 @@ class SGDOLFree(WatchingOptimizer):
             average.lerp_(a, share)
             previous.copy_(a)
         if decay:
+            decays = {p: group["weight_decay"] for group in self.param_groups for p in group["params"]}
             here.space.scale(x, {p: 1 - state.step_size * decays[p] for p in here.space.params})
         for a, b in zip(x, d, strict=True):
             a.add_(b, alpha=-state.step_size / weight / unit)
         here.space.put(x)
         metric = self._metric()
         if isinstance(metric, RMS):
-            for v, g in zip(self._vector("squares"), now.g, strict=True):
-                v.mul_(metric.decay).addcmul_(g, g)
+            assert now.squared is not None
+            for v, square in zip(self._vector("squares"), now.squared, strict=True):
+                torch.add(square, v, alpha=metric.decay, out=v)
         return state
-
-    def _usual(self, here: Here, state: State) -> float | None:
-        """The root of the mean of the past ||g||^2, all in this norm; None if the metric does not remember them."""
-        if here.inverse is None or state.updates < self._settings.clip_from:
-            return None
-        squares = numbers(dot(self._vector("squares"), here.inverse))[0]
-        return root(squares / _geometric_sum(self._metric().decay, state.updates)) / self._evaluator().unit
 
     # Numbers and vectors ----------------------------------------------------------------------------------------------
 
     def _rule(self) -> State:
-        return State(**self.param_groups[0].get("rule", {}))
+        saved = self.param_groups[0].get("rule", {})
+        if saved is not self._known[0]:
+            self._known = saved, State(**saved)
+        return self._known[1]
 
     def _keep_rule(self, state: State, k: int) -> None:
         rule = state._asdict()
+        self._known = rule, state
         for group in self.param_groups:
             group["rule"] = rule
             group["gradients"] = k

@@ -41,8 +41,7 @@ class Guard:
 
     def judge(self, n: Tensor, u: Tensor) -> Verdict:
         """The verdict on gradients with these numbers, one per parameter."""
-        total = torch.stack([n.sum(), u.sum()])
-        if self._waits and total.device.type == "cpu" and type(total) is Tensor:
-            length, signal = total.tolist()
+        if self._waits and n.is_cpu and type(n) is Tensor:
+            length, signal = sum(n.tolist()), sum(u.tolist())
             return Verdict(not math.isfinite(length + signal), None, length, signal)
-        return Verdict(False, torch.isfinite(total.sum()), math.nan, math.nan)
+        return Verdict(False, torch.isfinite(n.sum() + u.sum()), math.nan, math.nan)

@@ -10,7 +10,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from sgdol.learners import Learner, uses_hindsight
+from sgdol.learners import Learner
 from sgdol.metrics import Metric
 from sgdol.surrogate import Estimator, MomentumStatistics
 from sgdol.torch import _checkpoint as checkpoint
@@ -21,11 +21,9 @@ from sgdol.torch._blocks import Blocks, Granularity, share
 from sgdol.torch._checkpoint import Blanks, first_step_size
 from sgdol.torch._guard import Guard
 from sgdol.torch._options import (
-    DERIVED,
     LEARNED_WITH,
     OPTIONS,
-    checked,
-    checked_rate,
+    Catalogue,
     every_group_has_a_rate,
     materialise,
     refuse_unknown,
@@ -159,22 +157,23 @@ class SGDOL(WatchingOptimizer):
             "maximize": maximize,
             "foreach": foreach,
         }
-        rate = checked_rate(given, "")
-        defaults, self.learner, found_metric = checked(given)
+        self._catalogue = Catalogue(given)
         params = materialise(params)
-        if rate is None and params and not every_group_has_a_rate(params):
+        if self._catalogue.defaults["lr"] is None and params and not every_group_has_a_rate(params):
             raise ValueError(
                 "lr or smoothness is needed: got neither. lr = 1/M is the largest step size to start from; "
                 "sgdol.SGDOLFree needs neither (experimental)"
             )
         self._prepare()
         self._guard, self._remarks = Guard(), Remarks(self._warn)
-        self._learners: dict[str, Learner] = {defaults["learner"]: self.learner}
-        self._metrics: dict[str, Metric] = {defaults["metric"]: found_metric}
-        self._derived = {name: given[name] for name in DERIVED}
         self._blank = False
         self._blocks: Blocks | None = None
-        super().__init__(params, {"lr": rate, **defaults})
+        super().__init__(params, self._catalogue.defaults)
+
+    @property
+    def learner(self) -> Learner:
+        """The online learner of the groups that bring none."""
+        return self._catalogue.learner
 
     # The public face --------------------------------------------------------------------------------------------------
 
@@ -241,19 +240,7 @@ class SGDOL(WatchingOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; it may bring any of the constructor's options."""
         if isinstance(param_group, dict):
-            param_group = dict(param_group)
-            if not isinstance(param_group["params"], Tensor | set):
-                param_group["params"] = list(param_group["params"])
-            rate = checked_rate(param_group, "a parameter group ")
-            if rate is None and self.defaults["lr"] is None:
-                raise ValueError("lr or smoothness is needed for this parameter group: the optimizer has no default")
-            if rate is not None:
-                param_group["lr"] = rate
-            known = {**self.defaults, "learner": self.learner, "metric": self._metrics[self.defaults["metric"]]}
-            options, learner, metric = checked({**known, **self._derived, **param_group})
-            self._learners.setdefault(options["learner"], learner)
-            self._metrics.setdefault(options["metric"], metric)
-            param_group.update({n: value for n, value in options.items() if n in param_group or n in DERIVED})
+            param_group = self._catalogue.group(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("step_size", first_step_size(group))
@@ -297,7 +284,9 @@ class SGDOL(WatchingOptimizer):
         assert self._recorder is not None
         if self._recorder.unseen(params):
             self._watch()
-            if self._creates_state(params):
+            if checkpoint.is_creating(self.param_groups, params, self._recorder, self._world()):
+                checkpoint.create(self.param_groups, self.state, self._blanks)
+                self._blank = True
                 return None
         if self._blank:
             self._blank = False
@@ -321,18 +310,6 @@ class SGDOL(WatchingOptimizer):
         self._recorder.reset(used=True)
         return found
 
-    def _creates_state(self, params: list[Tensor]) -> bool:
-        """Whether this is torch.distributed.checkpoint: it steps with zeros to make optimizers create their state."""
-        assert self._recorder is not None
-        if self._recorder.count(params) or not all(group["lr"] == 0 for group in self.param_groups):
-            return False
-        n = self._world().total(params, self._recorder.found(params).n.unsqueeze(0))[0]
-        if n.sum().tolist():
-            return False
-        checkpoint.create(self.param_groups, self.state, self._blanks)
-        self._blank = True
-        return True
-
     def _update(self, gradients: Gradients) -> None:
         verdict = self._guard.judge(gradients.n, gradients.u)
         first, ok = self.param_groups[0], verdict.ok
@@ -340,16 +317,16 @@ class SGDOL(WatchingOptimizer):
         if verdict.skip:
             first["totals"] = diagnostics.skipped(totals)
             share(self.param_groups)
-            self._geometry.forget()
+            self._geometry.diagonals.forget()
             self._remarks.skipped(self.param_groups)
             return
         if ok is None:
             self._remarks.identical(verdict.n, verdict.u, gradients.params[0].dtype)
         blocks = self._blocks_of(gradients.params)
         direction = self._statistics.direction(gradients, blocks.group_of, diagnostics.updates(totals), ok)
-        outcome = update(blocks, direction, self._learner_of, self._geometry, self._world(), ok)
+        outcome = update(blocks, direction, self._catalogue.learner_of, self._geometry, self._world(), ok)
         self._statistics.remember(direction, blocks.group_of, ok)
-        self._geometry.observe(gradients.params, gradients.vectors, gradients.scale, ok)
+        self._geometry.diagonals.observe(gradients.params, gradients.vectors, gradients.scale, ok)
         self._record(blocks, outcome, totals, gradients.k, ok)
 
     def _record(self, blocks: Blocks, outcome: Outcome, totals: Tensor, k: int, ok: Tensor | None) -> None:
@@ -392,23 +369,19 @@ class SGDOL(WatchingOptimizer):
         wishes = GroupWishes(self._group_of)
         self._pair = HeldPair(groups, state, geometry, world, wishes)
         self._sources = [self._pair, Passes(self._recorder, geometry, world, wishes)]
-        learners = self._learners
-        self._statistics = Statistics(
-            groups, state, geometry, world, lambda group: uses_hindsight(learners[group["learner"]])
-        )
+        self._statistics = Statistics(groups, state, geometry, world, self._catalogue.asks)
 
     def _wish(self, p: Tensor) -> Wish:
         return GroupWishes(self._group_of)(p)
 
     def _metric_of(self, group: dict[str, Any]) -> Metric:
-        return self._metrics[group["metric"]]
-
-    def _learner_of(self, group: dict[str, Any]) -> Learner:
-        return self._learners[group["learner"]]
+        return self._catalogue.metric_of(group)
 
     @property
     def _blanks(self) -> Blanks:
-        return Blanks(self.param_groups, self.state, self._learner_of, self._geometry, self._statistics.keeps_direction)
+        return Blanks(
+            self.param_groups, self.state, self._catalogue.learner_of, self._geometry, self._statistics.keeps_direction
+        )
 
     # Saving and loading -----------------------------------------------------------------------------------------------
 
@@ -444,7 +417,7 @@ class SGDOL(WatchingOptimizer):
         self._recorder.reset()  # parameters that have been moved since have new accumulators
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("learner", "_learners", "_metrics", "_derived", "_warned")
+        kept = ("_catalogue", "_warned")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

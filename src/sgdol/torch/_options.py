@@ -25,6 +25,7 @@ __all__ = [
     "DERIVED",
     "LEARNED_WITH",
     "OPTIONS",
+    "Catalogue",
     "check_flag",
     "check_foreach",
     "check_number",
@@ -223,6 +224,51 @@ def checked(options: dict[str, Any]) -> tuple[dict[str, Any], Learner, Metric]:
     check_flag("maximize", found["maximize"])
     check_foreach(found["foreach"])
     return found, learner, metric
+
+
+class Catalogue:
+    """The options that groups have unless they say otherwise, and the objects behind the names that stand in groups.
+
+    Args:
+        given: every option, as the constructor got it, and smoothness.
+    """
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._derived = {name: given[name] for name in DERIVED}
+        rate = checked_rate(given, "")
+        defaults, self.learner, self._metric = checked(given)
+        self.defaults = {"lr": rate, **defaults}
+        self._learners = {defaults["learner"]: self.learner}
+        self._metrics = {defaults["metric"]: self._metric}
+
+    def group(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A new parameter group with the options that it brings, checked; those that it does not bring are left out."""
+        found = dict(given)
+        if not isinstance(found["params"], Tensor | set):
+            found["params"] = list(found["params"])
+        rate = checked_rate(found, "a parameter group ")
+        if rate is None and self.defaults["lr"] is None:
+            raise ValueError("lr or smoothness is needed for this parameter group: the optimizer has no default")
+        if rate is not None:
+            found["lr"] = rate
+        known = {**self.defaults, "learner": self.learner, "metric": self._metric}
+        options, learner, metric = checked({**known, **self._derived, **found})
+        self._learners.setdefault(options["learner"], learner)
+        self._metrics.setdefault(options["metric"], metric)
+        found.update({name: value for name, value in options.items() if name in found or name in DERIVED})
+        return found
+
+    def learner_of(self, group: dict[str, Any]) -> Learner:
+        """The learner that the group names."""
+        return self._learners[group["learner"]]
+
+    def metric_of(self, group: dict[str, Any]) -> Metric:
+        """The metric that the group names."""
+        return self._metrics[group["metric"]]
+
+    def asks(self, group: dict[str, Any]) -> bool:
+        """Whether the group's learner uses hindsight."""
+        return uses_hindsight(self._learners[group["learner"]])
 
 
 def _name(thing: Any) -> str:

@@ -8,7 +8,7 @@ afterwards must be those that it would have drawn without the second call.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 __all__ = ["Rerun"]
+
+HOST = torch.device("cpu")
 
 
 class _Saved(NamedTuple):
@@ -42,26 +44,30 @@ class _Saved(NamedTuple):
 
 
 class Rerun:
-    """Remembers what a call of the closure starts from, and can start it from there again."""
+    """Remembers what a call of the closure starts from, and can start it from there again.
 
-    def __init__(self) -> None:
+    Args:
+        devices: whose generators the closure may use, besides the host's.
+    """
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
         self._random: dict[torch.device, Tensor] = {}
         self._moving: list[tuple[weakref.ref[torch.nn.Module], str]] = []
         self._known = False  # whether a call has shown which buffers move
         self._before: list[_Saved] = []
 
-    @contextmanager
-    def first(self, devices: set[torch.device]) -> Iterator[None]:
-        """Inside, the closure is called for the first time in this step; it may use generators of these devices."""
-        self._random = _random_states(devices)
+    def first(self, closure: Callable[[], Any]) -> Any:
+        """What the closure returns, which is called for the first time in this step."""
+        self._random = _random_states(self._accelerators)
         if not self._known:
             with _saving() as seen:
-                yield
+                result = closure()
             self._before = list(seen.values())
-            return
+            return result
         owners = ((owner(), name) for owner, name in self._moving)
         self._before = [s for module, name in owners if module is not None for s in _save(module, name)]
-        yield
+        return closure()
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -69,14 +75,13 @@ class Rerun:
         for saved in self._before:
             saved.restore()
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, the closure draws the same random numbers; afterwards nothing shows that it was called."""
-        after = _random_states(self._random)
+    def again(self, closure: Callable[[], Any]) -> Any:
+        """What the closure returns, with the same random numbers; afterwards nothing shows that it was called."""
+        after = _random_states(self._accelerators)
         _set_random_states(self._random)
         with _saving() as seen:
             try:
-                yield
+                return closure()
             finally:
                 _set_random_states(after)
                 with torch.no_grad():
@@ -110,18 +115,17 @@ def _save(module: torch.nn.Module, name: str) -> list[_Saved]:
     return [_Saved(weakref.ref(module), name, tensor, tensor.detach().clone())]
 
 
-def _random_states(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
+def _random_states(accelerators: Iterable[torch.device]) -> dict[torch.device, Tensor]:
     """The states of the generators that dropout may use: the host's, and those of these devices."""
-    states = {torch.device("cpu"): torch.get_rng_state()}
-    for device in devices:
-        if device.type not in ("cpu", "meta"):
-            states[device] = torch.get_device_module(device).get_rng_state(device)
+    states = {HOST: torch.get_rng_state()}
+    for device in accelerators:
+        states[device] = torch.get_device_module(device).get_rng_state(device)
     return states
 
 
 def _set_random_states(states: dict[torch.device, Tensor]) -> None:
     for device, state in states.items():
-        if device.type == "cpu":
+        if device == HOST:
             torch.set_rng_state(state)
         else:
             torch.get_device_module(device).set_rng_state(state, device)

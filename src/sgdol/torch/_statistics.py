@@ -9,7 +9,6 @@ With momentum, :math:`m_t = \beta m_{t-1} + (1 - \beta) \bar g_t` and w_t the su
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,12 +16,14 @@ import torch
 from torch import Tensor
 
 from sgdol.surrogate import momentum_signal
+from sgdol.torch._epochs import Epochs, in_epochs
 from sgdol.torch._geometry import Geometry
+from sgdol.torch._momentum import Products, advance, advance_in_metric, lerp, momentum_of, uses_momentum, weigh
 from sgdol.torch._sources import Gradients, Signal
-from sgdol.torch._tensors import real_view, stacked, wide_dtype
+from sgdol.torch._tensors import wide_dtype
 from sgdol.torch._world import World, like_parameter, local
 
-__all__ = ["Coordinate", "Direction", "Statistics", "momentum_of"]
+__all__ = ["Coordinate", "Direction", "Statistics"]
 
 
 class Coordinate(NamedTuple):
@@ -38,7 +39,10 @@ class Coordinate(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """What an update is made of. The direction of parameter i is ``scales[i] * D^-1 vectors[i]``."""
+    """What an update is made of. The direction of parameter i is ``scales[i] * D^-1 vectors[i]``.
+
+    In the groups of ``made``, whose directions are kept, ``vectors[i]`` is the direction itself.
+    """
 
     k: int
     params: list[Tensor]
@@ -56,6 +60,51 @@ class Direction(NamedTuple):
     """<gbar_t, d_{t-1}> of each parameter, over all ranks; 0 where nobody asks."""
     coordinates: dict[int, Coordinate]
     """The same per coordinate, by place, for which it was asked."""
+    made: frozenset[int] = frozenset()
+    """The places of groups whose vectors are directions already."""
+
+
+class _Part(NamedTuple):
+    """The parameters of one group that take part, which all are treated alike."""
+
+    place: int
+    group: dict[str, Any]
+    rows: range
+    moving: bool
+    """Whether it has momentum."""
+    asking: bool
+    """Whether its learner uses hindsight."""
+    euclidean: bool
+
+    @property
+    def beta(self) -> float:
+        """The momentum."""
+        return float(self.group["momentum"])
+
+    @property
+    def direct(self) -> bool:
+        """Whether the learner sees the numbers of the direction."""
+        return self.moving and self.group["statistics"] != "gradient"
+
+    @property
+    def counts(self) -> bool:
+        """Whether anybody wants to know a product of its momenta or of its last directions."""
+        return self.direct or self.asking
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the last direction is kept: hindsight needs it, and the momentum is not it."""
+        return self.asking and not (self.moving and self.euclidean)
+
+
+class _Found(NamedTuple):
+    """What there is of a part before the numbers of all ranks are added up."""
+
+    products: Products
+    before: Any
+    """By what the last direction has been divided."""
+    after: Any
+    """By what this one is."""
 
 
 class Statistics:
@@ -85,12 +134,11 @@ class Statistics:
 
     def direction(self, gradients: Gradients, group_of: list[int], made: Tensor, ok: Tensor | None) -> Direction:
         """The direction of an update, after ``made`` others, and what the momenta are after it."""
-        gradients, epochs = self._in_epochs(gradients, group_of, made)
-        with_momentum = {g for g, group in enumerate(self._groups) if uses_momentum(group)}
-        with_hindsight = {g for g, group in enumerate(self._groups) if self._hindsight(group)}
-        moving = [i for i, g in enumerate(group_of) if g in with_momentum] if with_momentum else []
-        asking = [i for i, g in enumerate(group_of) if g in with_hindsight] if with_hindsight else []
-        plain = Direction(
+        epochs = None
+        if any(group["epoch"] is not None for group in self._groups):
+            gradients, epochs = in_epochs(gradients, [self._groups[g] for g in group_of], made)
+        parts = self._parts(gradients.params, group_of)
+        direction = Direction(
             gradients.k,
             gradients.params,
             gradients.vectors,
@@ -98,200 +146,173 @@ class Statistics:
             gradients.n,
             gradients.n,
             gradients.u,
-            torch.zeros_like(gradients.u) if asking else gradients.u,
+            gradients.u,
             {i: self._coordinate(gradients, i, signal) for i, signal in gradients.signals.items()},
         )
-        if not moving and not asking:
-            return plain
-        last = self._last(gradients, epochs, asking, group_of) if asking else plain.last
-        plain = plain._replace(last=last, coordinates=self._with_last(plain, gradients, epochs, asking, group_of))
-        return self._with_momentum(plain, gradients, epochs, moving, group_of, ok) if moving else plain
-
-    def _in_epochs(self, gradients: Gradients, group_of: list[int], made: Tensor) -> tuple[Gradients, _Epochs | None]:
-        """The gradients of batches that are drawn without replacement, with the signal that they really have."""
-        groups = [self._groups[g] for g in group_of]
-        if all(group["epoch"] is None for group in groups):
-            return gradients, None
-        n, u = gradients.n, gradients.u
-        lengths = n.new_tensor([group["epoch"] or math.inf for group in groups])
-        betas = n.new_tensor([float(group["momentum"]) for group in groups])
-        share = 1 - betas ** torch.where(lengths.isinf(), 0.0, torch.remainder(made, lengths))
-        epochs = _Epochs(lengths, share, (n - u) / lengths)
-        signals = {
-            i: Signal(s.base, s.a + (1 - s.a) / groups[i]["epoch"], s.b - s.b / groups[i]["epoch"])
-            if groups[i]["epoch"]
-            else s
-            for i, s in gradients.signals.items()
-        }
-        return gradients._replace(u=u + epochs.low, signals=signals), epochs
+        if not any(part.moving or part.asking for part in parts):
+            return direction
+        found = []
+        for part in parts:
+            if part.asking and direction.coordinates:
+                direction = self._with_last(direction, gradients, part, epochs)
+            if part.moving:
+                direction, products = self._with_momentum(direction, gradients, part, epochs, ok)
+            else:
+                products = self._without_momentum(gradients, part)
+            found.append(products)
+        return self._with_numbers(direction, gradients, parts, found, epochs)
 
     def remember(self, direction: Direction, group_of: list[int], ok: Tensor | None) -> None:
-        """Keep the direction of the update where hindsight will need it and the momentum is not it."""
-        if not any(map(self._hindsight, self._groups)):
-            return
-        for i, p in enumerate(direction.params):
-            group = self._groups[group_of[i]]
-            if not self.keeps_direction(p, group):
+        """Keep the direction of the update where hindsight will need it and nothing has kept it yet."""
+        for part in self._parts(direction.params, group_of):
+            if not part.keeps or part.moving:
                 continue
-            d = self._geometry.sharp(p, direction.vectors[i])
-            d = d.to(wide_dtype(d.dtype)) * direction.scales[i]
-            state = self._state[p]
-            if "direction" not in state:
-                state["direction"] = like_parameter(torch.zeros_like(d, memory_format=torch.contiguous_format), p)
-            kept = local(state["direction"])
-            kept.copy_(d if ok is None else torch.where(ok, d, kept))
+            for i in part.rows:
+                p = direction.params[i]
+                d = self._geometry.sharp(p, direction.vectors[i])
+                d = d.to(wide_dtype(d.dtype)) * direction.scales[i]
+                kept = self._kept(p, d)
+                kept.copy_(d if ok is None else torch.where(ok, d, kept))
 
     def keeps_direction(self, p: Tensor, group: dict[str, Any]) -> bool:
         """Whether the last direction of a parameter is kept: hindsight needs it, and the momentum is not it."""
-        return self._hindsight(group) and not self._momentum_is_direction(p, group)
+        return self._hindsight(group) and not (uses_momentum(group) and self._geometry.euclidean(p))
 
-    # Hindsight --------------------------------------------------------------------------------------------------------
+    def _parts(self, params: list[Tensor], group_of: list[int]) -> list[_Part]:
+        parts, start = [], 0
+        while start < len(params):
+            place = group_of[start]
+            stop = start + group_of.count(place) if len(self._groups) > 1 else len(params)
+            group, euclidean = self._groups[place], self._geometry.euclidean(params[start])
+            moving, asking = uses_momentum(group), self._hindsight(group)
+            parts.append(_Part(place, group, range(start, stop), moving, asking, euclidean))
+            start = stop
+        return parts
 
-    def _momentum_is_direction(self, p: Tensor, group: dict[str, Any]) -> bool:
-        return uses_momentum(group) and self._geometry.euclidean(p)
+    def _kept(self, p: Tensor, like: Tensor) -> Tensor:
+        """This rank's piece of the last direction of a parameter, to be written to; 0 before there is one."""
+        state = self._state[p]
+        if "direction" not in state:
+            state["direction"] = like_parameter(torch.zeros_like(like, memory_format=torch.contiguous_format), p)
+        return local(state["direction"])
 
-    def _last_direction(self, p: Tensor, group: dict[str, Any]) -> tuple[Tensor, Any] | None:
-        """D_{t-1} as a vector and what it is to be divided by; None if there is none."""
-        state = self._state.get(p, {})
-        if self._momentum_is_direction(p, group):
-            weight = group.get("momentum_weight")
-            if weight is None or "momentum" not in state:
-                return None
-            return local(state["momentum"]), weight if group["bias_correction"] else None
-        return (local(state["direction"]), None) if "direction" in state else None
+    # One number per parameter -----------------------------------------------------------------------------------------
 
-    def _last(self, gradients: Gradients, epochs: _Epochs | None, asking: list[int], group_of: list[int]) -> Tensor:
-        numbers = [torch.zeros_like(gradients.u[0])] * len(gradients.params)
-        for i in asking:
-            p = gradients.params[i]
-            found = self._last_direction(p, self._groups[group_of[i]])
-            if found is not None:
-                value = self._geometry.pairing(gradients.vectors[i], found[0]).to(gradients.u) * gradients.scale
-                numbers[i] = value if found[1] is None else _quotient(value, found[1])
-        last = self._world().total(gradients.params, torch.stack(numbers).unsqueeze(0))[0]
-        if epochs is None:
-            return last
-        weights = [self._weight_before(self._groups[g], last) for g in group_of]
-        return last + epochs.share * epochs.low / torch.stack(weights)
+    def _without_momentum(self, gradients: Gradients, part: _Part) -> _Found:
+        numbers = gradients.u.new_zeros(len(part.rows))
+        known = [i for i in part.rows if "direction" in self._state.get(gradients.params[i], ())] if part.asking else []
+        if known:
+            directions = [local(self._state[gradients.params[i]]["direction"]) for i in known]
+            pairings = self._geometry.pairings([gradients.vectors[i] for i in known], directions, numbers)
+            numbers[[i - part.rows.start for i in known]] = pairings * gradients.scale
+        return _Found(Products(numbers, numbers, numbers), 1.0, 1.0)
 
-    def _weight_before(self, group: dict[str, Any], like: Tensor) -> Tensor:
-        """What the last direction has been divided by."""
-        weight = torch.as_tensor(group.get("momentum_weight", 0.0)).to(like)
-        one = torch.ones_like(weight)
-        return torch.where(weight > 0, weight, one) if group["bias_correction"] and group["momentum"] else one
+    def _with_momentum(
+        self, direction: Direction, gradients: Gradients, part: _Part, epochs: Epochs | None, ok: Tensor | None
+    ) -> tuple[Direction, _Found]:
+        """Move the momenta of a part on."""
+        some = slice(part.rows.start, part.rows.stop)
+        params, like = gradients.params[some], gradients.u
+        momenta = [momentum_of(self._state, p) for p in params]
+        means = [_mean_gradient(v, gradients.scale, m) for v, m in zip(gradients.vectors[some], momenta, strict=True)]
+        before, after = weigh(part.group, like, ok)
+        mine = [i for i in part.rows if i in direction.coordinates] if part.direct else []
+        signals = {}
+        for i in mine:
+            place = i - part.rows.start
+            low = 0.0 if epochs is None else self._low(direction.coordinates[i], gradients, i, epochs)
+            signals[i] = self._moved_signal(
+                direction.coordinates[i].signal, params[place], momenta[place], means[place], part.beta, after, low
+            )
+        vectors, scale, made = momenta, 1 / after, direction.made
+        if not part.counts:
+            lerp(momenta, means, part.beta, ok)
+            products = Products(*[like.new_zeros(len(params))] * 3)
+        elif part.euclidean:
+            products = advance(self._geometry, params, momenta, means, part.beta, like, ok)
+        else:
+            kept = [self._kept(p, m) for p, m in zip(params, momenta, strict=True)] if part.keeps else None
+            products = advance_in_metric(self._geometry, params, momenta, means, kept, part.beta, scale, like, ok)
+            if kept is not None:
+                vectors, made = kept, made | {part.place}
+        coordinates = dict(direction.coordinates)
+        for i in mine:
+            m = momenta[i - part.rows.start]
+            right = self._geometry.sharp(gradients.params[i], m)
+            coordinates[i] = Coordinate(m, right, scale, signals[i], coordinates[i].last)
+        scales = [1.0 if vectors is not momenta else scale] * len(params)
+        direction = direction._replace(
+            vectors=[*direction.vectors[: some.start], *vectors, *direction.vectors[some.stop :]],
+            scales=[*direction.scales[: some.start], *scales, *direction.scales[some.stop :]],
+            coordinates=coordinates,
+            made=made,
+        )
+        return direction, _Found(products, before, after)
 
-    def _with_last(
+    def _with_numbers(
         self,
-        plain: Direction,
+        direction: Direction,
         gradients: Gradients,
-        epochs: _Epochs | None,
-        asking: list[int],
-        group_of: list[int],
-    ) -> dict[int, Coordinate]:
-        coordinates = dict(plain.coordinates)
-        for i in set(asking) & coordinates.keys():
-            found = self._last_direction(gradients.params[i], self._groups[group_of[i]])
-            if found is not None:
-                g = gradients.vectors[i]
-                d = found[0].to(self._geometry.precision(gradients.params[i], g)) * gradients.scale
-                d = d if found[1] is None else _quotient(d, found[1].to(d))
-                last = g.to(d.dtype) * d
-                if epochs is not None:
-                    weight = self._weight_before(self._groups[group_of[i]], gradients.u)
-                    last = last + self._low(coordinates[i], gradients, i, epochs) / weight.to(last)
-                coordinates[i] = coordinates[i]._replace(last=last)
-        return coordinates
+        parts: list[_Part],
+        found: list[_Found],
+        epochs: Epochs | None,
+    ) -> Direction:
+        """N, u and the worth of the last step over all ranks."""
+        if not any(part.counts for part in parts):
+            return direction
+        own = [torch.stack(f.products) for f in found]
+        total = self._world().total(direction.params, own[0] if len(own) == 1 else torch.cat(own, dim=1))
+        cross, length, last = total.unbind()
+        low = None if epochs is None else epochs.share * epochs.low
+        n, u, worth = [], [], []
+        for part, (_, before, after) in zip(parts, found, strict=True):
+            some = slice(part.rows.start, part.rows.stop)
+            n.append(length[some] / (after * after) if part.direct else gradients.n[some])
+            signal, product = gradients.u[some], cross[some] if low is None else cross[some] + low[some]
+            u.append(momentum_signal(product, signal, part.beta, after) if part.direct else signal)
+            value = last[some] if part.keeps else _quotient(last[some], before)
+            value = value if low is None else value + low[some] / _positive(before)
+            worth.append(value if part.asking else torch.zeros_like(value))
+        return direction._replace(n=_joined(n), u=_joined(u), last=_joined(worth))
 
-    def _low(self, coordinate: Coordinate, gradients: Gradients, i: int, epochs: _Epochs) -> Tensor:
+    # One number per coordinate ----------------------------------------------------------------------------------------
+
+    def _coordinate(self, gradients: Gradients, i: int, signal: Signal) -> Coordinate:
+        vector = gradients.vectors[i]
+        return Coordinate(vector, self._geometry.sharp(gradients.params[i], vector), gradients.scale, signal, 0.0)
+
+    def _with_last(self, direction: Direction, gradients: Gradients, part: _Part, epochs: Epochs | None) -> Direction:
+        """What the last step was worth, of each coordinate."""
+        coordinates = dict(direction.coordinates)
+        name = "direction" if part.keeps else "momentum"
+        corrected = part.moving and part.group["bias_correction"]
+        weight = part.group.get("momentum_weight", 0.0) if corrected else 1.0
+        for i in part.rows:
+            p, g = gradients.params[i], gradients.vectors[i]
+            if i not in coordinates or name not in self._state.get(p, ()):
+                continue
+            d = local(self._state[p][name]).to(self._geometry.precision(p, g)) * gradients.scale
+            last = g.to(d.dtype) * (d if part.keeps else _quotient(d, weight))
+            if epochs is not None:
+                low = self._low(coordinates[i], gradients, i, epochs)
+                last = last + low / _positive(weight if isinstance(weight, float) else weight.to(last))
+            coordinates[i] = coordinates[i]._replace(last=last)
+        return direction._replace(coordinates=coordinates)
+
+    def _low(self, coordinate: Coordinate, gradients: Gradients, i: int, epochs: Epochs) -> Tensor:
         """By how much the product with the momentum is low, of each coordinate."""
         g = gradients.vectors[i].to(wide_dtype(gradients.vectors[i].dtype)) * gradients.scale
         n = self._geometry.products(gradients.params[i], g, g)
         factor = epochs.share[i] / (epochs.lengths[i] - 1)  # the signal has been corrected already
         return (n - _signal(coordinate.signal, n)) * factor.to(n)
 
-    # Momentum ---------------------------------------------------------------------------------------------------------
-
-    def _coordinate(self, gradients: Gradients, i: int, signal: Signal) -> Coordinate:
-        vector = gradients.vectors[i]
-        return Coordinate(vector, self._geometry.sharp(gradients.params[i], vector), gradients.scale, signal, 0.0)
-
-    def _with_momentum(
-        self,
-        plain: Direction,
-        gradients: Gradients,
-        epochs: _Epochs | None,
-        moving: list[int],
-        group_of: list[int],
-        ok: Tensor | None,
-    ) -> Direction:
-        like, scale = plain.n, gradients.scale
-        params = [plain.params[i] for i in moving]
-        groups = [self._groups[group_of[i]] for i in moving]
-        momenta = [momentum_of(self._state, p) for p in params]
-        means = [_mean_gradient(plain.vectors[i], scale, m) for i, m in zip(moving, momenta, strict=True)]
-        weights = self._weights({group_of[i] for i in moving}, like, ok)
-        inverses = {g: 1 / w for g, w in weights.items()}
-        vectors, scales, coordinates = list(plain.vectors), list(plain.scales), dict(plain.coordinates)
-        crosses = [like.new_zeros(())] * len(moving)
-        for place, (i, p, m, g, group) in enumerate(zip(moving, params, momenta, means, groups, strict=True)):
-            beta, raw = float(group["momentum"]), group["statistics"] == "gradient"
-            if i in coordinates and not raw:
-                low = 0.0 if epochs is None else self._low(coordinates[i], gradients, i, epochs)
-                coordinates[i] = self._moved_signal(coordinates[i], p, m, g, beta, weights[group_of[i]], low)
-            if not raw:
-                crosses[place] = self._geometry.inner([p], [m], [g], like)[0]
-            m.lerp_(g, 1 - beta) if ok is None else m.copy_(torch.where(ok, torch.lerp(m, g, 1 - beta), m))
-            vectors[i], scales[i] = m, inverses[group_of[i]]
-            if i in coordinates and not raw:
-                coordinates[i] = coordinates[i]._replace(
-                    left=m, right=self._geometry.sharp(p, m), scale=inverses[group_of[i]]
-                )
-        direct = [place for place, group in enumerate(groups) if group["statistics"] != "gradient"]
-        if not direct:
-            return plain._replace(vectors=vectors, scales=scales, coordinates=coordinates)
-        lengths = self._geometry.norms([params[j] for j in direct], [momenta[j] for j in direct], like)
-        rows = torch.stack([stacked([crosses[j] for j in direct], like), lengths])
-        cross, lengths = self._world().total([params[j] for j in direct], rows).unbind()
-        betas = like.new_tensor([float(groups[j]["momentum"]) for j in direct])
-        weight = _vector([weights[group_of[moving[j]]] for j in direct], like)
-        where = [moving[j] for j in direct]
-        n, u = plain.n.clone(), plain.u.clone()
-        n[where] = lengths / weight.square()
-        if epochs is not None:
-            cross = cross + (epochs.share * epochs.low)[where]
-        u[where] = momentum_signal(cross, plain.u[where], betas, weight)
-        return plain._replace(vectors=vectors, scales=scales, n=n, u=u, coordinates=coordinates)
-
     def _moved_signal(
-        self, coordinate: Coordinate, p: Tensor, m: Tensor, g: Tensor, beta: float, weight: Any, low: Any
-    ) -> Coordinate:
-        u = _signal(coordinate.signal, self._geometry.products(p, g, g) if coordinate.signal.a else None)
+        self, signal: Signal, p: Tensor, m: Tensor, g: Tensor, beta: float, weight: Any, low: Any
+    ) -> Signal:
+        u = _signal(signal, self._geometry.products(p, g, g) if signal.a else None)
         cross = self._geometry.products(p, m, g) + low
         weight = weight if isinstance(weight, float) else weight.to(u)
-        return coordinate._replace(signal=Signal(momentum_signal(cross, u, beta, weight), 0.0, 1.0))
-
-    def _weights(self, taking_part: set[int], like: Tensor, ok: Tensor | None) -> dict[int, Any]:
-        """How much weight the gradients so far have in each group's momentum; schedulers may move beta."""
-        weights: dict[int, Any] = {}
-        for i in sorted(taking_part):
-            group = self._groups[i]
-            beta, old = float(group["momentum"]), torch.as_tensor(group.get("momentum_weight", 0.0)).to(like)
-            new = beta * old + (1 - beta)
-            group["momentum_weight"] = new if ok is None else torch.where(ok, new, old)
-            used = new if group["bias_correction"] else torch.ones_like(new)
-            weights[i] = used.tolist() if ok is None else used
-        return weights
-
-
-class _Epochs(NamedTuple):
-    """What drawing without replacement does to products of gradients, of each parameter."""
-
-    lengths: Tensor
-    """How many updates an epoch has; infinite with replacement."""
-    share: Tensor
-    """The weight of this epoch's gradients in the momentum before this update."""
-    low: Tensor
-    """By how much a product of two gradients of one epoch is low: (n - u) over the length."""
+        return Signal(momentum_signal(cross, u, beta, weight), 0.0, 1.0)
 
 
 def _signal(signal: Signal, n: Tensor | None) -> Tensor:
@@ -301,28 +322,24 @@ def _signal(signal: Signal, n: Tensor | None) -> Tensor:
     return u if n is None else u + n * a
 
 
-def uses_momentum(group: dict[str, Any]) -> bool:
-    """Whether a group has or has had momentum."""
-    return bool(group["momentum"]) or "momentum_weight" in group
-
-
-def momentum_of(state: dict[Any, Any], p: Tensor) -> Tensor:
-    """This rank's piece of m_{t-1} of a parameter, to be written to."""
-    held = state[p]
-    if "momentum" not in held:
-        like = real_view(local(p))
-        held["momentum"] = like_parameter(torch.zeros_like(like, dtype=wide_dtype(like.dtype)), p)
-    return local(held["momentum"])
-
-
 def _mean_gradient(vector: Tensor, scale: float, m: Tensor) -> Tensor:
     return vector if vector.dtype == m.dtype and scale == 1.0 else vector.to(m.dtype) * scale
 
 
-def _quotient(value: Tensor, weight: Tensor) -> Tensor:
-    positive = weight > 0
-    return torch.where(positive, value / torch.where(positive, weight, 1), torch.zeros_like(value))
+def _positive(weight: Any) -> Any:
+    """A weight to divide by: that of no gradient at all is 0."""
+    if isinstance(weight, float):
+        return weight if weight > 0 else 1.0
+    return torch.where(weight > 0, weight, torch.ones_like(weight))
 
 
-def _vector(numbers: list[Any], like: Tensor) -> Tensor:
-    return like.new_tensor(numbers) if isinstance(numbers[0], float) else stacked(numbers, like)
+def _quotient(value: Tensor, weight: Any) -> Tensor:
+    """Value over weight; 0 where that is 0."""
+    if isinstance(weight, float):
+        return value / weight if weight > 0 else torch.zeros_like(value)
+    weight = weight.to(value)
+    return torch.where(weight > 0, value / _positive(weight), torch.zeros_like(value))
+
+
+def _joined(values: list[Tensor]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.cat(values)

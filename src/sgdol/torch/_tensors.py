@@ -66,13 +66,14 @@ def squared_norms(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     if not tensors:
         return like.new_zeros(0)
     first = tensors[0]
-    plain = first.dtype not in NARROW and not first.is_complex()
-    if len(tensors) > 1 and plain and all(t.dtype == first.dtype and t.device == first.device for t in tensors):
+    dtype, device = first.dtype, first.device
+    plain = dtype not in NARROW and not first.is_complex()
+    if len(tensors) > 1 and plain and all(t.dtype == dtype and t.device == device for t in tensors):
         lengths = torch._foreach_norm(list(tensors))
         together = stacked(lengths, like)
         if _may_look(lengths[0]):
-            low, high = together.aminmax()
-            if not (SAFE[0] < _number(low) and _number(high) < SAFE[1]):
+            numbers: list[float] = together.tolist()
+            if not (SAFE[0] < min(numbers) and max(numbers) < SAFE[1]):
                 return stacked([norm(t) for t in tensors], like).square_()
         return together.square_()
     return stacked([norm(t) for t in tensors], like).square_()

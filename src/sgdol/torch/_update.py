@@ -81,10 +81,12 @@ def _update_by_numbers(blocks: Blocks, direction: Direction, learner_of: Learner
     """The same where one block has everything and the host may look: arithmetic on Python's numbers is faster."""
     block, like = blocks.tensors[0], direction.n
     learner, rate = learner_of(block.group), block.group["lr"]
-    n, u, last = torch.stack([direction.n, direction.u, direction.last]).sum(dim=1).tolist()
-    before = _number(blocks.alpha(block, like), None)
-    blocks.learn_alpha(direction.squared.sum(), None)
-    after = _number(blocks.alpha(block, like), None) if before == 0 else before
+    n, u = sum(direction.n.tolist()), sum(direction.u.tolist())
+    last = u if direction.last is direction.u else sum(direction.last.tolist())
+    before = after = _number(blocks.alpha(block, like), None)
+    if before == 0:
+        blocks.learn_alpha(direction.squared.sum(), None)
+        after = _number(blocks.alpha(block, like), None)
     fresh = learner.initial(0.0)
     keys = [f"learner.{name}" for name in fresh._fields]
     known = [block.owner.get(key, value) for key, value in zip(keys, fresh, strict=True)]
@@ -92,10 +94,11 @@ def _update_by_numbers(blocks: Blocks, direction: Direction, learner_of: Learner
     s = learner.predict(state, before)
     hindsight = {"last": last} if uses_hindsight(learner) else {}
     new = learner.observe(state, s, u, n, after, **hindsight)
-    block.owner.update(zip(keys, like.new_tensor(new).unbind(), strict=True))
     eta = rate * s
+    *kept, shown_eta = like.new_tensor([*new, eta]).unbind()
+    block.owner.update(zip(keys, kept, strict=True))
     _move_tensors(blocks, direction, geometry, [eta] * len(blocks.params), None)
-    shown = [like.new_tensor(eta) if size else None for size in blocks.per_group]
+    shown = [shown_eta if size else None for size in blocks.per_group]
     return Outcome(shown, rate * loss(s, u, n, 1.0), rate * u, rate * n)
 
 
@@ -124,21 +127,19 @@ def _move_tensors(
 ) -> None:
     """Move the parameters that have one step size."""
     start = 0
-    for group, size in zip(blocks.groups, blocks.per_group, strict=True):
-        rows = range(start, start + size)
+    for place, (group, size) in enumerate(zip(blocks.groups, blocks.per_group, strict=True)):
         start += size
         if not size or group["granularity"] == "coordinate":
             continue
-        euclidean = rows if geometry.plain else [i for i in rows if geometry.euclidean(blocks.params[i])]
-        scale = _number(direction.scales[rows[0]], ok)
-        if euclidean:
-            xs = [real_view(local(blocks.params[i])) for i in euclidean]
-            vectors = [direction.vectors[i] for i in euclidean]
-            move(group, xs, vectors, scale, [each[i] for i in euclidean], ok)
-        for i in rows if len(euclidean) < size else ():
-            if not geometry.euclidean(blocks.params[i]):  # one by one: D^-1 v is new memory
-                x, p = real_view(local(blocks.params[i])), blocks.params[i]
-                move(group, [x], [geometry.sharp(p, direction.vectors[i])], scale, [each[i]], ok)
+        some = slice(start - size, start)
+        params, vectors = blocks.params[some], direction.vectors[some]
+        xs = [real_view(local(p)) for p in params]
+        scale = _number(direction.scales[some.start], ok)
+        if place in direction.made or geometry.euclidean(params[0]):
+            move(group, xs, vectors, scale, each[some], ok)
+            continue
+        for x, p, v, eta in zip(xs, params, vectors, each[some], strict=True):  # one by one: D^-1 v is new memory
+            move(group, [x], [geometry.sharp(p, v)], scale, [eta], ok)
 
 
 def _shown(blocks: Blocks, eta: Tensor, lengths: Tensor, multipliers: Tensor, rates: Tensor) -> list[Tensor | None]:
@@ -190,8 +191,10 @@ def _update_coordinates(
         group, coordinate = blocks.groups[place], direction.coordinates[row]
         owner = blocks.owner(row)
         vector = direction.vectors[row]
-        same = vector is coordinate.left
-        d = coordinate.right if same else geometry.sharp(p, vector)
+        if vector is coordinate.left:
+            d = coordinate.right
+        else:
+            d = vector if place in direction.made else geometry.sharp(p, vector)
         found.append(
             update_tensor(
                 learner_of(group),

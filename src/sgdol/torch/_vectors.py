@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sgdol.metrics import RMS, Means
 from sgdol.torch._tensors import real_gradient, real_view, wide_dtype
 
-__all__ = ["Space", "Vector", "dot", "largest", "multiply", "norm", "numbers", "total"]
+__all__ = ["Space", "Vector", "dot", "largest", "multiply", "norm", "numbers", "same", "total"]
 
 Vector = list[Tensor]
 
@@ -24,7 +28,7 @@ KEPT = 1 << 20
 """Vectors of at most so many coordinates keep their memory from step to step."""
 
 LONG = 1 << 12
-"""Tensors that are longer than this on average are summed one by one: the kernel for all at once is a slow one."""
+"""Tensors that are longer than this on average are summed one by one: what sums all at once takes longer a number."""
 
 FEW = 64
 """How many coordinates of a gradient are compared to notice that it was rescaled."""
@@ -37,6 +41,8 @@ def multiply(a: Vector, b: Vector, out: Vector) -> Vector:
 
 def dot(a: Vector, b: Vector) -> Tensor:
     """<a, b>, still on the device; :func:`numbers` reads several at once."""
+    if len(a) == 1:
+        return torch.dot(a[0], b[0])
     return _sum([torch.dot(x, y) for x, y in zip(a, b, strict=True)])
 
 
@@ -47,7 +53,7 @@ def total(a: Vector) -> Tensor:
 
 def numbers(*scalars: Tensor) -> list[float]:
     """These scalars on the host, in one wait."""
-    if all(s.device.type == "cpu" for s in scalars):
+    if scalars[0].device.type == "cpu":
         return [s.item() for s in scalars]
     return torch.stack([s.detach().to(device=scalars[0].device, dtype=torch.float64) for s in scalars]).tolist()
 
@@ -78,12 +84,28 @@ def _sum(scalars: list[Tensor]) -> Tensor:
     return first
 
 
+def same(a: Vector, b: Vector) -> bool:
+    """Whether these are the same numbers."""
+    return all(map(torch.equal, a, b))
+
+
 class _Memory:
-    """A flat tensor, and each parameter's part of it in its shape."""
+    """A flat tensor, and each parameter's part of it in its shape.
+
+    On the host it is also seen through numpy, whose calls take a fraction of the time where a tensor is small.
+    """
 
     def __init__(self, kind: _Kind, flat: Tensor) -> None:
         self.flat = flat
-        self.pieces = [v.view(s) for v, s in zip(flat.split(kind.sizes), kind.shapes, strict=True)]
+        parts = flat.split(kind.sizes)
+        self.pieces = [v.view(s) for v, s in zip(parts, kind.shapes, strict=True)]
+        self.sample = parts[kind.longest][:FEW]
+        self.array = flat.numpy() if flat.device.type == "cpu" else None
+
+    @cached_property
+    def arrays(self) -> list[Any]:
+        """The parts, through numpy."""
+        return [piece.numpy() for piece in self.pieces]
 
 
 class _Kind:
@@ -96,6 +118,9 @@ class _Kind:
         self.shapes = [real_view(p).shape for p in params]
         self.sizes = [shape.numel() for shape in self.shapes]
         self.size = sum(self.sizes)
+        self.longest = self.sizes.index(max(self.sizes))
+        self.complex = any(p.is_complex() for p in params)
+        self._starts = [0, *accumulate(self.sizes[:-1])] if all(self.sizes) else []
         self._kept: dict[int, _Memory] = {}
         self._pointers: list[int] = []
         self._own: list[Tensor] = []
@@ -119,26 +144,44 @@ class _Kind:
         self._kept[id(flat)] = _Memory(self, flat)
         return flat
 
+    def memory(self, flat: Tensor) -> _Memory:
+        """The same memory, in parts."""
+        kept = self._kept.get(id(flat))
+        return kept if kept is not None and kept.flat is flat else _Memory(self, flat)
+
     def pieces(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part, in its shape."""
-        kept = self._kept.get(id(flat))
-        return kept.pieces if kept is not None and kept.flat is flat else _Memory(self, flat).pieces
+        return self.memory(flat).pieces
 
     def sums(self, flat: Tensor) -> list[float]:
         """The sum over each parameter, of coordinates that are not negative."""
-        pieces = self.pieces(flat)
-        if self.size > LONG * len(pieces):
-            return torch.stack([piece.sum() for piece in pieces]).tolist()
-        return torch.stack(torch._foreach_norm(pieces, 1)).tolist()
+        memory = self.memory(flat)
+        if memory.array is not None and self._starts and self.size <= LONG * len(self.sizes):
+            return np.add.reduceat(memory.array, self._starts).tolist()
+        if memory.array is None and self.size <= LONG * len(self.sizes):
+            return torch.stack(torch._foreach_norm(memory.pieces, 1)).tolist()
+        return numbers(*(piece.sum() for piece in memory.pieces))
 
-    def gradients(self, flat: Tensor) -> Tensor:
-        """What is in ``.grad``, 0 where nothing is."""
-        pieces = self.pieces(flat)
-        found = [p.grad for p in self.params]
-        if any(g is None for g in found):
+    def affine(self, flat: Tensor, factor: float, terms: list[float], out: Tensor) -> Tensor:
+        """The factor times the numbers, plus a number for each parameter, in this memory."""
+        given, memory = self.memory(flat).array, self.memory(out)
+        if given is None or memory.array is None:
+            torch.mul(flat, factor, out=out)
+            torch._foreach_add_(memory.pieces, terms)
+            return out
+        np.multiply(given, factor, out=memory.array)
+        for part, term in zip(memory.arrays, terms, strict=True):
+            np.add(part, term, out=part)
+        return out
+
+    def collect(self, flat: Tensor, found: list[Tensor | None]) -> Tensor:
+        """These tensors, one for each parameter, 0 where there is none."""
+        pieces = self.memory(flat).pieces
+        given = [t for t in found if t is not None]
+        if len(given) < len(found):
             flat.zero_()
-            pieces = [piece for piece, g in zip(pieces, found, strict=True) if g is not None]
-        torch._foreach_copy_(pieces, [real_gradient(g) for g in found if g is not None])
+            pieces = [piece for piece, t in zip(pieces, found, strict=True) if t is not None]
+        torch._foreach_copy_(pieces, [real_gradient(t) for t in given] if self.complex else given)
         return flat
 
 
@@ -197,8 +240,7 @@ class Space:
 
     def gradients(self, factor: float, name: str) -> Vector:
         """What is in ``.grad``, 0 where nothing is, times a factor: a copy, in the memory of this name."""
-        found = [kind.gradients(flat) for kind, flat in zip(self._kinds, self.empty(name), strict=True)]
-        return found if factor == 1.0 else [g.mul_(factor) for g in found]
+        return self.collect(_gradient, factor, name)
 
     def put_gradients(self, g: Vector, factor: float) -> None:
         """Leave copies of these gradients, divided by the factor, in ``.grad``."""
@@ -207,22 +249,21 @@ class Space:
             p.grad = torch.view_as_complex(grad) if p.is_complex() else grad
 
     def has_gradient(self, g: Vector, factor: float) -> bool:
-        """Whether the largest parameter's gradient is what this vector says, as far as a few entries tell."""
-        sizes = self._kinds[0].sizes
-        place = sizes.index(max(sizes))
-        grad = self._kinds[0].params[place].grad
+        """Whether the longest parameter's gradient is what this vector says, as far as a few entries tell."""
+        kind = self._kinds[0]
+        grad = kind.params[kind.longest].grad
         if grad is None:
             return False
-        piece = self._kinds[0].pieces(g[0])[place].view(-1)[:FEW]
-        entries = real_gradient(grad).reshape(-1)[:FEW]
-        return torch.equal(piece if factor == 1.0 else piece / factor, entries.to(piece.dtype))
+        sample, grad = kind.memory(g[0]).sample, real_gradient(grad)
+        entries = grad.as_strided(sample.shape, (1,)) if grad.is_contiguous() else grad.reshape(-1)[:FEW]
+        return torch.equal(sample if factor == 1.0 else sample / factor, entries.to(sample.dtype))
 
-    def collect(self, piece: Callable[[Tensor], Tensor], name: str) -> Vector:
-        """A vector from a tensor for each parameter, in the memory of this name."""
-        v = self.empty(name)
-        for kind, flat in zip(self._kinds, v, strict=True):
-            torch._foreach_copy_(kind.pieces(flat), [real_gradient(piece(p)) for p in kind.params])
-        return v
+    def collect(self, tensor_of: Callable[[Tensor], Tensor | None], factor: float, name: str) -> Vector:
+        """A tensor for each parameter, 0 where there is none, times a factor: a vector in the memory of this name."""
+        found = self.empty(name)
+        for kind, flat in zip(self._kinds, found, strict=True):
+            kind.collect(flat, [tensor_of(p) for p in kind.params])
+        return found if factor == 1.0 else [flat.mul_(factor) for flat in found]
 
     def taken_from(self, other: Space, v: Vector) -> Vector:
         """A vector of another space over this one's parameters: 0 where that had none."""
@@ -268,14 +309,17 @@ class Space:
         seen = multiply(g, g, self.empty("scratch")) if squares is None else squares
         sums = [kind.sums(v) for kind, v in zip(self._kinds, seen, strict=True)]
         share = self.size / (sum(map(sum, sums)) or 1.0)
-        # The coefficients for an overall mean of 1, of tensors whose own mean is 1 and 0: between them D^2 is linear.
+        # The coefficients for an overall mean of 1, of tensors whose own mean is 1 too; where that is 0, D is at its
+        # floor, and between them D^2 is linear.
         a, c = metric.coefficients(weight, Means(1.0, 1.0))
-        _, least = metric.coefficients(weight, Means(0.0, 1.0))
-        slope, least, a = c * c - least * least, least * least, a * a * share * (weight or 1.0)
+        least = metric.floor**2
+        slope, a = c * c - least, a * a * share * (weight or 1.0)
         result = self.empty("inverse")
         for kind, v, s, inverse in zip(self._kinds, seen, sums, result, strict=True):
-            torch.mul(v, 0.0 if squares is None else a, out=inverse)
-            floors = [least + slope * share * x / size if size else 1.0 for x, size in zip(s, kind.sizes, strict=True)]
-            torch._foreach_add_(kind.pieces(inverse), floors)
-            inverse.rsqrt_()
+            terms = [least + slope * share * x / (size or 1) for x, size in zip(s, kind.sizes, strict=True)]
+            kind.affine(v, 0.0 if squares is None else a, terms, inverse).rsqrt_()
         return result
+
+
+def _gradient(p: Tensor) -> Tensor | None:
+    return p.grad

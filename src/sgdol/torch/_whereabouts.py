@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from sgdol.torch._evaluations import Here
-from sgdol.torch._vectors import Space, Vector
+from sgdol.torch._vectors import Space, Vector, same
 
 __all__ = ["Whereabouts"]
 
@@ -48,8 +46,7 @@ class Whereabouts:
         was_in, versions, left = self._left
         if was_in is not space:
             space, x = was_in, was_in.point("there")
-        now = zip(_samples(space, x), left, strict=True)
-        if versions == _versions(space) and all(torch.equal(a, b) for a, b in now):
+        if versions == _versions(space) and same(_samples(space, x), left):
             return
         raise RuntimeError(
             "the parameters were changed by something else since the last step of SGDOLFree, which compares points and "
@@ -64,5 +61,8 @@ def _versions(space: Space) -> list[int]:
 
 
 def _samples(space: Space, x: Vector) -> Vector:
-    """The point itself, whose memory is kept, or a few coordinates of a large one."""
-    return x if space.size <= WHOLE else [flat[:: max(1, flat.numel() // SAMPLED)].clone() for flat in x]
+    """The point itself, or a few coordinates of a large one; copied, if its memory is not kept."""
+    if space.size <= WHOLE:
+        return x
+    few = [flat[:: max(1, flat.numel() // SAMPLED)] for flat in x]
+    return few if space.keeps else [flat.clone() for flat in few]

@@ -83,7 +83,7 @@ class Source(Protocol):
 
 def settled(gradients: Gradients, geometry: Geometry) -> Gradients:
     """The gradients in the metric of this step, which is known of all of them only now."""
-    divisors = geometry.begin(gradients.params, gradients.n)
+    divisors = geometry.diagonals.begin(gradients.params, gradients.n)
     if divisors is None:
         return gradients
     for i, signal in gradients.signals.items():
