@@ -25,7 +25,7 @@ reproduce: setup  ## every figure and claim of the paper, into results/ (OUT=fol
 	$(BIN)/sgdol reproduce --out $(OUT)
 
 test: setup  ## the tests, in parallel
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow

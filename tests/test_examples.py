@@ -1,5 +1,6 @@
 """Every example runs as its user would run it, and does what it says."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run(*command: str) -> str:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # an example sets its own
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,11 +2,15 @@
 
 import pytest
 
-pytest.importorskip("opacus", reason="Opacus is not installed: pip install 'sgdol[private]'")
-
-from benchmarks import private, private_local
-
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """When the first test runs, not when tests are collected: Opacus and what it needs take a second."""
+    global private, private_local
+    pytest.importorskip("opacus", reason="Opacus is not installed: pip install 'sgdol[private]'")
+    from benchmarks import private, private_local
 
 
 @pytest.mark.parametrize(("method", "runs"), [("SGDOL", 1), ("DP-SGD, paid", 4)])

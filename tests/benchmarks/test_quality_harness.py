@@ -219,8 +219,7 @@ from test_quality_harness import measured
 measured(Path({str(tmp_path / "cut")!r}))
 """
     job = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "cut").rglob("*.json")) and job.poll() is None and time.monotonic() < deadline:
+    while not list((tmp_path / "cut").rglob("*.json")) and job.poll() is None:
         time.sleep(0.02)
     os.kill(job.pid, signal.SIGKILL)
     job.wait()

@@ -1,4 +1,4 @@
-"""How programs are compiled here."""
+"""How programs are compiled here, and in which precision."""
 
 import pytest
 
@@ -11,3 +11,11 @@ def compiled_in_a_hurry():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def double_precision():
+    import jax
+
+    with jax.enable_x64(True):
+        yield

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import flax.serialization
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from six_numbers import BLOCKS, gradients, granular, tree
 
 from sgdol.jax import averaged_params, diagnostics, sgdol
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True):
-        yield
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """When the first test runs, not when tests are collected: they take a second."""
+    global flax, ocp
+    import flax.serialization
+    import orbax.checkpoint as ocp
+
+
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def through_orbax(saved, like, folder):

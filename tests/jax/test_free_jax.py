@@ -18,10 +18,7 @@ SHIFTS = 0.3 * np.random.default_rng(0).normal(size=(STEPS, 2, D))
 CURVATURES = np.logspace(0, 2, D)
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def quadratic(x, t, shift):
@@ -154,9 +151,13 @@ def test_powers_of_two_change_nothing_but_the_scale(problem):
     np.testing.assert_array_equal(other[2].step_size, one[2].step_size * scale_x**2 / scale_f)
 
 
-@pytest.mark.parametrize("exponent", [-100, 110])
+@pytest.mark.parametrize("exponent", [-104, 110])
 def test_gradients_whose_squares_leave_the_range_give_the_same_run(exponent):
-    """In float32, gradients of 10^33 and 10^-30; below, the smallest parts of the test's own sums are lost."""
+    """In float32, gradients of 10^33 and 10^-31.
+
+    Below 2^-107, differences of a batch's two gradients fall under 2^-126, the smallest normal number, and are flushed:
+    the first number of the rule that differs is the noise, by 6e-7 of it.
+    """
     scale = 2.0**exponent
     one, other = run("quadratic", dtype=np.float32), run("quadratic", scale, dtype=np.float32)
     np.testing.assert_array_equal(other[0], one[0])
@@ -193,11 +194,13 @@ def train(key: int, dtype=jnp.float32):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_pytrees_of_narrow_parameters_learn(dtype):
+    """From six starts, 2 away: single runs end within 0.15 and the middle one within 0.1 of the solution."""
     with jax.enable_x64(False):
-        average, losses, state = jax.jit(lambda: train(0, dtype))()
-    assert losses[-1] < 0.1 * losses[0]
-    # Measured: 0.1 from the solution in both types; it started 2 away.
-    np.testing.assert_allclose(np.asarray(average["w"], np.float32)[:, 0], [1.0, -2.0, 0.5], atol=0.2)
+        average, losses, state = jax.jit(jax.vmap(lambda key: train(key, dtype)))(jnp.arange(6))
+    assert np.median(losses[:, -1] / losses[:, 0]) < 0.1
+    errors = np.abs(np.asarray(average["w"], np.float32)[..., 0] - [1.0, -2.0, 0.5]).max(-1)
+    assert errors.max() < 0.2
+    assert np.median(errors) < 0.1
     assert average["w"].dtype == dtype
     assert state.rule.signal.dtype == jnp.float32
     assert state.trace["w"].dtype == jnp.float32

@@ -13,11 +13,7 @@ from sgdol.jax import diagnostics, scale_by_sgdol, sgdol
 from sgdol.learners import FTRL, MeasuredCurvature
 from sgdol.metrics import RMS, AdaGrad
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def expected(recorded, granularity="global", **options):

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.training.train_state import TrainState
 
 from sgdol.jax import diagnostics, microbatch_grads, sgdol
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def loss(params, batch):
@@ -96,6 +90,9 @@ def test_k_is_a_whole_number_of_at_least_two():
 
 
 def test_in_a_flax_loop_it_stands_where_the_gradient_stood():
+    import flax.linen as nn
+    from flax.training.train_state import TrainState
+
     """With an uneven last batch, and a last batch of one sample."""
     model = nn.Dense(1)
     data = batch_of(25)

@@ -19,10 +19,7 @@ LABELS = ["first", "second", "second"]
 T, D, LR = 16, 8, 0.25
 
 
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def vectors(k, seed=0):
@@ -123,7 +120,9 @@ def test_the_same_iterates(case):
         expected, _, _ = torch_run(recorded, alternating, **options, **more)
         path, _, _ = run(**jax.tree.map(jnp.asarray, more))
         np.testing.assert_allclose(path, expected, rtol=0, atol=1e-12, err_msg=str(more))
-        assert np.ptp(expected, axis=0).max() > 0.25  # it went somewhere, without bias correction by shorter steps
+        assert (
+            np.ptp(expected, axis=0).max() > 0.45
+        )  # it went somewhere: measured, 0.49 to 10, the least without bias correction
 
 
 @pytest.mark.parametrize("alternating", [True, False], ids=["alternating", "k=4"])

@@ -13,11 +13,7 @@ from sgdol.jax import averaged_params, diagnostics, mean_of_microbatches, sgdol
 from sgdol.learners import FTRL
 from sgdol.reference import polynomial_average
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 # Transformations of jax -----------------------------------------------------------------------------------------------

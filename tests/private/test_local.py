@@ -4,14 +4,19 @@ import math
 
 import numpy as np
 import pytest
-
-pytest.importorskip("opacus", reason="Opacus is not installed: pip install 'sgdol[private]'")
-
 import torch
-from opacus.accountants import RDPAccountant
 
-from sgdol.private import LocalSGDOL, local_epsilon, randomize
 from sgdol.surrogate import statistics
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """When the first test runs, not when tests are collected: Opacus and what it needs take a second."""
+    global RDPAccountant, LocalSGDOL, local_epsilon, randomize
+    pytest.importorskip("opacus", reason="Opacus is not installed: pip install 'sgdol[private]'")
+    from opacus.accountants import RDPAccountant
+
+    from sgdol.private import LocalSGDOL, local_epsilon, randomize
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])

@@ -4,25 +4,33 @@ import io
 import math
 
 import pytest
-
-pytest.importorskip("opacus", reason="Opacus is not installed: pip install 'sgdol[private]'")
-
 import torch
-from opacus import PrivacyEngine
-from opacus.optimizers import DPOptimizer
-from opacus.schedulers import ExponentialNoise
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch.nn.functional import cross_entropy, one_hot
 
 from sgdol.learners import MeasuredCurvature, OnlineGradientDescent
-from sgdol.private import SOURCES, PrivateSGDOL
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 CLIP, SIGMA, LR = 0.5, 0.8, 2.0
 SAMPLES, FEATURES, CLASSES, BATCH = 48, 3, 2, 12
 
-every_source = pytest.mark.parametrize("source", SOURCES)
+EVERY = ("variance", "past", "pairs", "halves")
+every_source = pytest.mark.parametrize("source", EVERY)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """When the first test runs, not when tests are collected: Opacus and what it needs take a second."""
+    global PrivacyEngine, DPOptimizer, ExponentialNoise, BatchMemoryManager, PrivateSGDOL
+    pytest.importorskip("opacus", reason="Opacus is not installed: pip install 'sgdol[private]'")
+    from opacus import PrivacyEngine
+    from opacus.optimizers import DPOptimizer
+    from opacus.schedulers import ExponentialNoise
+    from opacus.utils.batch_memory_manager import BatchMemoryManager
+
+    from sgdol.private import SOURCES, PrivateSGDOL
+
+    assert SOURCES == EVERY
 
 
 def dataset() -> torch.utils.data.TensorDataset:
@@ -194,7 +202,7 @@ def test_virtual_steps_of_halves_add_up_to_one_release():
 
 
 def test_an_empty_poisson_batch_is_a_release_of_noise():
-    for source in SOURCES:
+    for source in EVERY:
         model, optimizer, _, _ = private(source, noise=0.0)
         cross_entropy(model(torch.zeros(0, FEATURES, dtype=torch.float64)), torch.zeros(0, dtype=torch.long)).backward()
         before = weights(model)

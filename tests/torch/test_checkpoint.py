@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
+from ranks import launch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -161,8 +161,8 @@ def worker(rank: int, world: int, folder: str, first: bool) -> None:
 def folder(tmp_path_factory) -> str:
     """What four ranks saved, and where they and two others ended."""
     path = str(tmp_path_factory.mktemp("checkpoint"))
-    mp.spawn(worker, (4, path, True), nprocs=4)
-    mp.spawn(worker, (2, path, False), nprocs=2)
+    launch(worker, (4, path, True), world=4)
+    launch(worker, (2, path, False), world=2)
     return path
 
 

@@ -8,9 +8,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import launch, tensors
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from sgdol import SGDOL
@@ -119,6 +118,8 @@ def hooked(rank: int, world: int, register) -> dict:
 
 def refused(rank: int, world: int) -> dict[str, str]:
     """What cannot be right, and what is said about it."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # a quarter of a second
+
     errors = {}
     net = DistributedDataParallel(model())
     for name in ("inside DistributedDataParallel", "gradients averaged by hand"):
@@ -160,16 +161,6 @@ def worker(rank: int, world: int, folder: str, cases: dict[str, dict]) -> None:
         torch.save(done, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
-
-
-def tensors(tree) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        return list(itertools.chain.from_iterable(tensors(v) for v in tree.values()))
-    if isinstance(tree, list):
-        return list(itertools.chain.from_iterable(tensors(v) for v in tree))
-    return []
 
 
 SIZE = sum(p.numel() for p in model().parameters())
@@ -219,7 +210,7 @@ def results(request, tmp_path_factory) -> tuple[int, list[dict]]:
     """All runs of one world size in one set of processes: starting them is what takes the time."""
     world, folder = request.param, tmp_path_factory.mktemp("ddp")
     cases = {name: settings for name, (settings, _) in CASES[world].items()}
-    mp.spawn(worker, (world, str(folder), cases), nprocs=world)
+    launch(worker, (world, str(folder), cases), world)
     return world, [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
@@ -241,15 +232,19 @@ def test_ranks_are_the_microbatches_of_one_process(results):
         assert found["gradients"] == world * microbatches, name
         torch.testing.assert_close(found["params"], params, rtol=1e-10, atol=1e-12)
         assert found["step_sizes"] == pytest.approx(step_sizes, rel=1e-10), name
-        assert abs(step_sizes[-1] / step_sizes[0] - 1) > 0.01, "nothing was learned that could have been wrong"
+        # Measured: 0.93 at most. At the end a multiplier that clips at 2 may have risen again.
+        assert min(step_sizes) < 0.95 * step_sizes[0], f"{name}: nothing was learned that could have been wrong"
 
 
 def test_the_extra_communication_is_one_small_sum(results):
+    """Two more say whether all ranks had the same number of passes. What no rank used in a step is not sent."""
     world, ranks = results
-    for name, (_, numbers) in CASES[world].items():
-        # Two more say whether all ranks had the same number of passes. What no rank used in a step is not sent.
-        assert len(ranks[0][name]["reduced"]) == STEPS, name
-        assert max(ranks[0][name]["reduced"]) == numbers + 2, name
+    for name, (settings, numbers) in CASES[world].items():
+        wanted = [numbers + 2] * STEPS
+        if settings.get("branches"):
+            used = [batches(step, world * settings.get("microbatches", 1)) for step in range(STEPS)]
+            wanted = [numbers + 2 if any(x[0, 0] > 0 for x in every) else numbers // 2 + 2 for every in used]
+        assert ranks[0][name]["reduced"] == wanted, name
 
 
 def test_compressed_gradients_change_no_more_than_their_rounding(results):

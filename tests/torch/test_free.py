@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import launch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -925,7 +925,7 @@ def parallel_worker(rank: int, folder: str) -> None:
 
 
 def test_ranks_are_the_parts_of_one_process(tmp_path):
-    mp.spawn(parallel_worker, (str(tmp_path),), nprocs=WORLD)
+    launch(parallel_worker, (str(tmp_path),), WORLD)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
     for a, b in zip(ranks[0]["params"], ranks[1]["params"], strict=True):
         assert torch.equal(a, b)

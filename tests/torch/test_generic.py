@@ -14,17 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from sgdol import PAPER, SGDOL
 from sgdol.learners import FTRL
 
-try:
-    from torch.testing._internal.common_optimizers import (
-        OptimizerErrorEnum,
-        OptimizerInfo,
-        OptimizerInput,
-        get_error_inputs_for_all_optims,
-        optim_db,
-    )
-except ImportError as error:  # torch's testing package needs packages that torch itself does not, such as expecttest
-    pytest.skip(f"torch.testing._internal cannot be imported: {error}", allow_module_level=True)
-
 pytestmark = pytest.mark.filterwarnings("ignore:SGDOL was given the same gradient twice")
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -47,33 +36,24 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def optim_inputs(device, dtype=None) -> list[OptimizerInput]:
-    return [OptimizerInput(params=None, kwargs=copy.deepcopy(kw), desc=desc) for desc, kw in CONFIGURATIONS.items()]
+def torchs_own():
+    """The inputs of torch's own tests, imported when a test asks: a second, and packages such as expecttest."""
+    return pytest.importorskip("torch.testing._internal.common_optimizers", exc_type=ImportError)
 
 
-def error_inputs(device, dtype) -> list[Any]:
-    errors = get_error_inputs_for_all_optims(device, dtype)
-    for each in errors:
-        each.optimizer_error_input.kwargs.setdefault("lr", 1e-2)  # SGDOL has no default rate
-    return errors
+def schedules() -> list[list[Any]]:
+    """What torch.optim.SGD is scheduled by in torch's own tests: each a list of schedulers to construct."""
+    return next(info for info in torchs_own().optim_db if info.optim_cls is torch.optim.SGD).scheduler_inputs
 
 
-INFO = OptimizerInfo(
-    SGDOL,
-    optim_inputs_func=optim_inputs,
-    scheduler_inputs=next(info for info in optim_db if info.optim_cls is torch.optim.SGD).scheduler_inputs,
-    supported_impls=("foreach",),
-    not_og_supported_flags=("foreach", "maximize"),
-    optim_error_inputs_func=error_inputs,
-    supports_complex=True,
-    supports_sparse=False,
-)
+NEWER = ("foreach", "maximize")
+"""Options that a state from an older version may lack."""
 
 
 @pytest.fixture(params=CONFIGURATIONS)
 def options(request) -> dict[str, Any]:
     """The keyword arguments of a configuration, fresh: schedulers write to a tensor lr."""
-    return next(each.kwargs for each in INFO.optim_inputs_func("cpu") if each.desc == request.param)
+    return copy.deepcopy(CONFIGURATIONS[request.param])
 
 
 each_impl = pytest.mark.parametrize("foreach", [False, True], ids=["for-loop", "foreach"])
@@ -93,7 +73,7 @@ class Problem:
         self.x = torch.randn(5, generator=generator).to(dtype)
         self.noise = noise
         given = list(zip(("weight", "bias"), self.params, strict=True)) if named else self.params
-        self.opt = INFO.optim_cls(given, **options)
+        self.opt = SGDOL(given, **options)
 
     def loss(self) -> torch.Tensor:
         weight, bias = self.params
@@ -164,36 +144,36 @@ def test_a_closure_goes_in_the_right_direction(options, foreach, contiguous):
     assert problem.improved(before)
 
 
-@pytest.mark.parametrize("schedule", range(len(INFO.scheduler_inputs)))
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_schedulers_keep_the_right_direction(options, schedule):
-    problem = Problem(options)
-    schedulers = [construct(problem.opt) for construct in INFO.scheduler_inputs[schedule]]
-    before = problem.loss().item()
-    for step in range(8):
+def train_scheduled(problem: Problem, construct, steps: int, k: int) -> Problem:
+    schedulers = [each(problem.opt) for each in construct]
+    for step in range(steps):
         problem.opt.zero_grad()
-        loss = problem.backward(1, step)
+        loss = problem.backward(k, step)
         problem.opt.step()
         for scheduler in schedulers:
             scheduler.step(loss.item()) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
-    assert problem.improved(before)
+    return problem
 
 
-@pytest.mark.parametrize("schedule", range(len(INFO.scheduler_inputs)))
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_schedulers_keep_the_right_direction(options):
+    for number, construct in enumerate(schedules()):
+        problem = Problem(copy.deepcopy(options))  # schedulers write to a tensor lr
+        before = problem.loss().item()
+        assert train_scheduled(problem, construct, 8, 1).improved(before), f"schedule {number}"
+
+
 @each_impl
-def test_a_tensor_lr_is_scheduled_as_a_float_is(schedule, foreach):
-    found = []
-    for lr in (1e-2, torch.tensor(1e-2, dtype=torch.float64)):
-        problem = Problem({"lr": lr, "foreach": foreach}, dtype=torch.float64, noise=1.0)
-        schedulers = [construct(problem.opt) for construct in INFO.scheduler_inputs[schedule]]
-        for step in range(10):
-            problem.opt.zero_grad()
-            loss = problem.backward(2, step)
-            problem.opt.step()
-            for scheduler in schedulers:
-                scheduler.step(loss.item()) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
-        found.append([p.detach() for p in problem.params])
-    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+def test_a_tensor_lr_is_scheduled_as_a_float_is(foreach):
+    for number, construct in enumerate(schedules()):
+        found = []
+        for lr in (1e-2, torch.tensor(1e-2, dtype=torch.float64)):
+            problem = Problem({"lr": lr, "foreach": foreach}, dtype=torch.float64, noise=1.0)
+            train_scheduled(problem, construct, 10, 2)
+            found.append([p.detach() for p in problem.params])
+        torch.testing.assert_close(
+            found[0], found[1], rtol=1e-12, atol=1e-12, msg=lambda said, number=number: f"schedule {number}: {said}"
+        )
 
 
 # What step() leaves alone ---------------------------------------------------------------------------------------------
@@ -204,7 +184,7 @@ def test_step_does_nothing_for_parameters_without_gradients(options, foreach):
     problem = Problem(options | {"foreach": foreach})
     before = copy.deepcopy([p.detach() for p in problem.params])
     frozen = torch.ones(3)
-    opt = INFO.optim_cls([*problem.params, frozen], **options, foreach=foreach)
+    opt = SGDOL([*problem.params, frozen], **options, foreach=foreach)
     for _ in range(2):
         assert opt.step() is None
         assert opt.step(lambda: "value") == "value"
@@ -275,16 +255,18 @@ def test_it_can_be_printed_before_and_after_a_step(options, foreach):
 
 
 def test_mistakes_that_every_optimizer_refuses_are_refused():
-    for each in INFO.optim_error_inputs_func("cpu", torch.float32):
+    theirs = torchs_own()
+    for each in theirs.get_error_inputs_for_all_optims("cpu", torch.float32):
         given = each.optimizer_error_input
+        given.kwargs.setdefault("lr", 1e-2)  # SGDOL has no default rate
         params = [Parameter(torch.ones(1))] if given.params is None else given.params
-        assert each.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR
+        assert each.error_on == theirs.OptimizerErrorEnum.CONSTRUCTION_ERROR
         if issubclass(each.error_type, Warning):
             with pytest.warns(each.error_type, match=each.error_regex):
-                INFO.optim_cls(params, **given.kwargs)
+                SGDOL(params, **given.kwargs)
         else:  # in our own words
             with pytest.raises(each.error_type):
-                INFO.optim_cls(params, **given.kwargs)
+                SGDOL(params, **given.kwargs)
 
 
 # Saving and loading ---------------------------------------------------------------------------------------------------
@@ -328,10 +310,10 @@ def test_states_that_lack_newer_options_load_and_take_those_of_the_optimizer(opt
     one, other = Problem(options, noise=1.0).train(3), Problem(copy.deepcopy(options), noise=1.0).train(3)
     state = copy.deepcopy(one.opt.state_dict())
     for group in state["param_groups"]:
-        for flag in INFO.not_og_supported_flags:
+        for flag in NEWER:
             del group[flag]
     one.opt.load_state_dict(state)
-    for flag in INFO.not_og_supported_flags:
+    for flag in NEWER:
         assert one.opt.param_groups[0][flag] == other.opt.param_groups[0][flag]
     one.train(3, seed=1), other.train(3, seed=1)
     assert_same([p.detach() for p in one.params], [p.detach() for p in other.params])
@@ -470,9 +452,7 @@ def test_foreach_equals_the_loop(options, dtypes):
             Parameter(torch.randn(s, generator=generator, dtype=torch.float64).to(t))
             for s, t in zip(shapes, dtypes, strict=True)
         ]
-        opt = INFO.optim_cls(
-            [{"params": params[:2]}, {"params": params[2:]}], **copy.deepcopy(options), foreach=foreach
-        )
+        opt = SGDOL([{"params": params[:2]}, {"params": params[2:]}], **copy.deepcopy(options), foreach=foreach)
         for k in (1, 1, 2, 3):
             for _ in range(k):
                 gradients = [torch.randn(p.shape, generator=generator, dtype=torch.float64) + 0.5 for p in params]
@@ -492,8 +472,8 @@ def test_complex_parameters_equal_their_real_views(options, foreach, dtype):
     generator = torch.Generator().manual_seed(0)
     z = [Parameter(torch.randn(shape, dtype=dtype, generator=generator)) for shape in [(3, 2), (), (4,)]]
     x = [Parameter(torch.view_as_real(p.detach()).clone()) for p in z]
-    one = INFO.optim_cls(z, **copy.deepcopy(options), foreach=foreach)
-    other = INFO.optim_cls(x, **copy.deepcopy(options), foreach=foreach)
+    one = SGDOL(z, **copy.deepcopy(options), foreach=foreach)
+    other = SGDOL(x, **copy.deepcopy(options), foreach=foreach)
     for k in (1, 1, 2, 3):
         for _ in range(k):
             gradients = [torch.randn(p.shape, dtype=dtype, generator=generator) for p in z]
@@ -521,7 +501,7 @@ def test_groups_have_their_own_rate_and_weight_decay(options, foreach):
     shared = {key: value for key, value in options.items() if key not in ("lr", "smoothness", "weight_decay")}
     params = [Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64)) for _ in settings]
     groups = [{"params": [p], "lr": lr, "weight_decay": wd} for p, (lr, wd) in zip(params, settings, strict=True)]
-    opt = INFO.optim_cls(groups, **shared, foreach=foreach)
+    opt = SGDOL(groups, **shared, foreach=foreach)
     g1, g2 = torch.tensor([[3.0, 1.0], [2.0, -1.0]], dtype=torch.float64)
     for g in (g1, g2):
         sum((p * g).sum() for p in params).div(2).backward()
@@ -564,7 +544,7 @@ def test_saving_with_distributed_checkpoint_in_the_middle_of_training_does_not_d
     found = []
     for ask in (False, True):
         net = linear()
-        opt = INFO.optim_cls(net.parameters(), **copy.deepcopy(options))
+        opt = SGDOL(net.parameters(), **copy.deepcopy(options))
         train_linear(net, opt, steps, k, seed=1)
         if ask:
             before = copy.deepcopy((opt.diagnostics(), opt.pending, opt.param_groups[0]["lr"]))
@@ -581,7 +561,7 @@ def test_saving_with_distributed_checkpoint_in_the_middle_of_an_accumulation_doe
     found = []
     for between in (None, get_optimizer_state_dict):
         net = linear()
-        opt = INFO.optim_cls(net.parameters(), **copy.deepcopy(options))
+        opt = SGDOL(net.parameters(), **copy.deepcopy(options))
         train_linear(net, opt, 3, 2, seed=1, between=between)
         found.append([p.detach() for p in net.parameters()])
     assert_same(*found)
@@ -592,11 +572,11 @@ def test_a_state_that_distributed_checkpoint_saved_continues(options, k, steps):
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     net = linear()
-    opt = INFO.optim_cls(net.parameters(), **copy.deepcopy(options))
+    opt = SGDOL(net.parameters(), **copy.deepcopy(options))
     train_linear(net, opt, steps, k, seed=1)
     saved = copy.deepcopy(get_optimizer_state_dict(net, opt))
     twin = copy.deepcopy(net)
-    resumed = INFO.optim_cls(twin.parameters(), **copy.deepcopy(options))
+    resumed = SGDOL(twin.parameters(), **copy.deepcopy(options))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         set_optimizer_state_dict(twin, resumed, saved)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from sgdol import SGDOL
+from sgdol import PAPER, SGDOL
 from sgdol.learners import FTRL, OnlineGradientDescent
 from sgdol.metrics import RMS
 
@@ -15,7 +15,9 @@ ANOTHER = {
     "estimator": "paper",
     "granularity": "tensor",
     "momentum": 0.5,
+    "bias_correction": True,
     "statistics": "gradient",
+    "epoch": 3,
     "weight_decay": 0.1,
     "averaging": 8.0,
     "learner": OnlineGradientDescent(),
@@ -23,6 +25,10 @@ ANOTHER = {
     "maximize": True,
     "foreach": True,
 }
+
+
+def test_the_table_has_every_option():
+    assert {"lr", *ANOTHER} == SGDOL(parameters(), lr=0.1).defaults.keys()
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -115,3 +121,97 @@ def test_a_bad_value_in_a_group_is_named(option):
 def test_options_of_other_optimizers_are_refused_with_what_to_do(name):
     with pytest.raises(TypeError, match=f"SGDOL has no option '{name}': "):
         SGDOL(parameters(), lr=0.1, **{name: 0.9})
+
+
+# What torch's own tests of parameter groups demand, with every option in the groups -----------------------------------
+
+OF_A_GROUP = {
+    **{option: {option: value} for option, value in ANOTHER.items()},
+    "nothing": {},
+    "smoothness": {"smoothness": 100.0},
+    "tensor lr": {"lr": torch.tensor(1e-2)},
+    "coordinate": {"granularity": "coordinate"},
+    "all of them": {
+        "kappa": 10.0,
+        "granularity": "tensor",
+        "momentum": 0.5,
+        "bias_correction": True,
+        "statistics": "gradient",
+        "epoch": 3,
+        "averaging": 8.0,
+        "learner": OnlineGradientDescent(),
+        "metric": RMS(decay=0.9),
+        "maximize": True,
+        "foreach": True,
+    },
+    "all of the paper's": {**PAPER, "statistics": "gradient", "granularity": "coordinate", "foreach": False},
+}
+
+
+class Regression:
+    """||W x + b||^2 from a point and an input that are the same each time, and a parameter that is in no group."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(3)
+        drawn = [torch.randn(shape, generator=generator) for shape in ((10, 5), (10,), (4,))]
+        self.weight, self.bias, self.bystander = map(torch.nn.Parameter, drawn)
+        self.start = copy.deepcopy(drawn)
+        self.x = torch.randn(5, generator=generator)
+
+    def loss(self) -> torch.Tensor:
+        return (self.weight.mv(self.x) + self.bias).square().sum()
+
+    def train(self, opt, k: int, updates: int = 10) -> None:
+        for _ in range(updates if k > 1 else 2 * updates):
+            opt.zero_grad()
+            for _ in range(k):
+                (self.loss() / k).backward()
+            self.bystander.grad = torch.ones_like(self.bystander)
+            opt.step()
+
+    def assert_improved(self, maximize: bool) -> None:
+        before = (self.start[0].mv(self.x) + self.start[1]).square().sum().item()
+        after = self.loss().item()
+        assert after > before if maximize else after < before
+        assert torch.equal(self.bystander.detach(), self.start[2]), "what is in no group is nobody's"
+
+
+of_a_group = pytest.mark.parametrize("options", OF_A_GROUP.values(), ids=OF_A_GROUP)
+without_noise = pytest.mark.filterwarnings("ignore:SGDOL was given the same gradient twice", "ignore:SGDOL got one")
+
+
+@of_a_group
+@pytest.mark.parametrize("k", [1, 2])
+@without_noise
+def test_a_group_moves_at_its_own_rate_beside_one_that_stands(options, k):
+    problem = Regression()
+    rate = {} if {"lr", "smoothness"} & options.keys() else {"lr": 1e-2}
+    opt = SGDOL([{"params": [problem.weight], **rate, **options}, {"params": [problem.bias]}], lr=1e-28)
+    problem.train(opt, k)
+    problem.assert_improved(options.get("maximize", False))
+    assert torch.equal(problem.bias.detach(), problem.start[1])
+    assert opt.diagnostics()["updates"] == 10
+
+
+@of_a_group
+@pytest.mark.parametrize("k", [1, 2])
+@without_noise
+def test_weight_decay_of_a_group_is_that_groups_alone(options, k):
+    """Against the same without it: of the first update, the decaying group's share alone is another one."""
+    rate = {} if {"lr", "smoothness"} & options.keys() else {"lr": 1e-2}
+    found = []
+    for decay in (0.0, 0.1):
+        problem, common = Regression(), {**rate, **copy.deepcopy(options)}
+        groups = [
+            {"params": [problem.weight], **common, "weight_decay": decay},
+            {"params": [problem.bias], **common, "weight_decay": 0.0},
+        ]
+        opt = SGDOL(groups)
+        problem.train(opt, k, updates=1)
+        found.append((problem.weight.detach().clone(), problem.bias.detach().clone()))
+        step_size = float(opt.param_groups[0]["step_size"])
+        problem.train(opt, k, updates=9)
+        problem.assert_improved(options.get("maximize", False))
+    (weight, bias), (decayed, other) = found
+    torch.testing.assert_close(decayed, weight - step_size * 0.1 * problem.start[0])
+    assert torch.equal(bias, other)

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import launch
 from torch.nn.parallel import DistributedDataParallel
 
 from sgdol import SGDOL
@@ -97,7 +97,7 @@ def worker(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("world")
-    mp.spawn(worker, (str(folder),), nprocs=WORLD)
+    launch(worker, (str(folder),), WORLD)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from sklearn.datasets import load_digits
 
 
 @pytest.fixture(autouse=True)
@@ -13,6 +11,8 @@ def clean_process():
     torch.set_num_threads(1)  # sums in one order: runs are compared by equality
     yield
     torch.set_num_threads(threads)
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
@@ -20,6 +20,8 @@ def clean_process():
 @pytest.fixture(scope="session")
 def digits():
     """Images of 64 pixels in [0, 1] and their labels, in an order that is not sorted."""
+    from sklearn.datasets import load_digits
+
     data = load_digits()
     order = torch.randperm(len(data.data), generator=torch.Generator().manual_seed(0))
     return torch.tensor(data.data, dtype=torch.float32)[order] / 16, torch.tensor(data.target)[order]

@@ -1,21 +1,25 @@
 """Hugging Face's Trainer trains with SGDOL as a loop by hand does: the same bits, also resumed."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from trainer_problems import noise_averse
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    TrainingArguments,
-    set_seed,
-)
 
 import sgdol
 from sgdol import SGDOL
-from sgdol.trainers.huggingface import Trainer
 
 BATCH = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """When the first test runs, not when tests are collected: transformers takes seconds."""
+    global GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed, Trainer
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
+
+    from sgdol.trainers.huggingface import Trainer
 
 
 def build(dropout=0.0) -> GPT2LMHeadModel:
@@ -53,13 +57,12 @@ def arguments(tmp_path, **options) -> TrainingArguments:
     )
 
 
-class Pairs(Trainer):
-    """Batches stay whole: without accumulation two of them make an update."""
-
-    parts = 1
-
-
 def train(model, opt, args, dataset, **options):
+    class Pairs(Trainer):
+        """Batches stay whole: without accumulation two of them make an update."""
+
+        parts = 1
+
     trainer = Pairs(model, args, train_dataset=dataset, optimizers=(opt, None))
     trainer.train(**options)
     return trainer

@@ -1,23 +1,34 @@
 """Hugging Face's Trainer with SGDOLFree, with batches that are split, and at the average: as a loop by hand."""
 
+from __future__ import annotations
+
 import os
+from typing import ClassVar
 
 import pytest
 import torch
 from trainer_problems import make, step_by_hand
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    ResNetConfig,
-    ResNetForImageClassification,
-    TrainerCallback,
-    TrainingArguments,
-)
 
 from sgdol import SGDOLFree
-from sgdol.trainers.huggingface import Trainer
 
 BATCH = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """When the first test runs, not when tests are collected: transformers takes seconds."""
+    global GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetForImageClassification, TrainerCallback, TrainingArguments
+    global Trainer
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        ResNetConfig,
+        ResNetForImageClassification,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    from sgdol.trainers.huggingface import Trainer
 
 
 def build(dropout=0.0) -> GPT2LMHeadModel:
@@ -165,18 +176,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, words, assert_same, ki
     assert len(logged(whole_trainer)) == options["max_steps"]
 
 
-class Remember(TrainerCallback):
-    """The iterate and the average at each evaluation."""
-
-    def __init__(self):
-        self.iterates, self.averages = [], []
-
-    def on_evaluate(self, args, state, control, model, optimizer, **rest):
-        self.iterates.append(model.transformer.wte.weight.detach().clone())
-        with optimizer.optimizer.averaged():
-            self.averages.append(model.transformer.wte.weight.detach().clone())
-
-
 @pytest.mark.parametrize("best", [False, True])
 @pytest.mark.parametrize("kind", ["free", "base"])
 def test_evaluation_checkpoints_and_the_end_are_at_the_average(tmp_path, words, kind, best):
@@ -186,6 +185,17 @@ def test_evaluation_checkpoints_and_the_end_are_at_the_average(tmp_path, words, 
         def prediction_step(self, model, *args, **kwargs):
             seen.append(model.transformer.wte.weight.detach().clone())
             return super().prediction_step(model, *args, **kwargs)
+
+    class Remember(TrainerCallback):
+        """The iterate and the average at each evaluation."""
+
+        iterates: ClassVar[list] = []
+        averages: ClassVar[list] = []
+
+        def on_evaluate(self, args, state, control, model, optimizer, **rest):
+            self.iterates.append(model.transformer.wte.weight.detach().clone())
+            with optimizer.optimizer.averaged():
+                self.averages.append(model.transformer.wte.weight.detach().clone())
 
     model, remember = build(), Remember()
     every = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
