@@ -419,9 +419,10 @@ CASES: dict[int, dict[str, tuple[dict, str]]] = {
 }
 """For each number of ranks: the settings of a run, and where its independent gradients come from."""
 
-SUMS = {"gradients": 1, "coordinate": 1, "paper": 1, "momentum": 1, "hindsight": 1, "metric": 1}
+SUMS = {"gradients": 1, "coordinate": 1, "paper": 1, "products": 1, "metric": 1}
 """All-reduces of an update: for the gradients' statistics, and what each of these adds. Coordinates to show what they
-did; the paper's estimator on microbatches to see if they were cut; a metric for the mean that normalises it."""
+did; the paper's estimator on microbatches to see if they were cut; products with the
+momentum and with the last direction together; a metric for the mean that normalises it."""
 
 ENGINE = ("kind", "microbatches", "sync", "clip", "several", "policy", "divide")
 """Settings that are not the optimizer's."""
@@ -499,8 +500,8 @@ def test_an_update_communicates_a_few_sums_and_nothing_else(results):
             "gradients": True,
             "coordinate": settings.get("granularity") == "coordinate",
             "paper": settings.get("estimator") == "paper" and source != PAIRS,
-            "momentum": bool(settings.get("momentum", 0.9)) and settings.get("statistics") != "gradient",
-            "hindsight": not isinstance(settings.get("learner"), FTRL),
+            "products": (bool(settings.get("momentum", 0.9)) and settings.get("statistics") != "gradient")
+            or not isinstance(settings.get("learner"), FTRL),
             "metric": "metric" in settings,
         }
         count = sum(SUMS[part] for part, needed in needs.items() if needed)
