@@ -591,6 +591,22 @@ def test_the_same_batch_twice_warns_once_and_points_at_the_loop():
     assert caught[0].filename == __file__
 
 
+@pytest.mark.filterwarnings("ignore:SGDOL got one")
+def test_the_same_gradient_twice_has_no_noise_to_the_last_bit():
+    """In a pair of float32 vectors so long that two ways to sum their squares would differ."""
+    x, g = (
+        torch.nn.Parameter(torch.zeros(1_000_000)),
+        torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)),
+    )
+    opt = SGDOL([x], lr=0.1)
+    with pytest.warns(UserWarning, match="the same gradient twice"):
+        for _ in range(2):
+            (x * g).sum().backward()
+            opt.step()
+            opt.zero_grad()
+    assert opt.diagnostics()["noise_scale"] == 0
+
+
 def test_independent_batches_do_not_warn():
     net = network(torch.float32)
     opt = SGDOL(net.parameters(), lr=0.1)

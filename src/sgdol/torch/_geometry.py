@@ -57,10 +57,10 @@ class Geometry:
 
     def norms(self, params: Sequence[Tensor], gradients: Sequence[Tensor], like: Tensor) -> Tensor:
         """<g, D^-1 g> of each parameter's gradient, of this rank's pieces."""
-        return self._taken(params, gradients, gradients, like)
+        return self._taken(params, gradients, None, like)
 
     def inner(self, params: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor], like: Tensor) -> Tensor:
-        """<a, D^-1 b> of each parameter, of this rank's pieces."""
+        """<a, D^-1 b> of each parameter, of this rank's pieces, rounded alike whether b is a or equal to it."""
         return self._taken(params, a, b, like)
 
     def pairings(self, gradients: Sequence[Tensor], directions: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -76,24 +76,25 @@ class Geometry:
         roots.mul_(packed.repeated(a)).square_()
         return roots.add_(packed.repeated(c).square_()).sqrt_()
 
-    def _taken(self, params: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor], like: Tensor) -> Tensor:
+    def _taken(self, params: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor] | None, like: Tensor) -> Tensor:
+        """<a, D^-1 b> of each parameter; without b, <a, D^-1 a>."""
         packed, others = pack(a, like)
         diagonal = None if packed is None or self.plain else self.laid(params, packed)
         if packed is None or (diagonal is None and not self.plain):
             return self._taken_one_by_one(params, a, b, like)
         x = packed.laid(packed.chosen(a), torch.float64)
-        y = x if a is b else packed.laid(packed.chosen(b), torch.float64)
+        y = x if b is None else packed.laid(packed.chosen(b), torch.float64)
         small = packed.sums(x, y if diagonal is None else y / diagonal)
         if not others:
             return small
         ps, xs = [params[i] for i in others], [a[i] for i in others]
-        ys = xs if a is b else [b[i] for i in others]
+        ys = None if b is None else [b[i] for i in others]
         return packed.merged(small, self._taken_one_by_one(ps, xs, ys, like), others)
 
     def _taken_one_by_one(
-        self, params: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor], like: Tensor
+        self, params: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor] | None, like: Tensor
     ) -> Tensor:
-        if a is b:
+        if b is None:
             if self.plain:
                 return squared_norms(a, like)
             return stacked([self.norm(p, g) for p, g in zip(params, a, strict=True)], like).square_()
