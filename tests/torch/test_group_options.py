@@ -215,3 +215,20 @@ def test_weight_decay_of_a_group_is_that_groups_alone(options, k):
     (weight, bias), (decayed, other) = found
     torch.testing.assert_close(decayed, weight - step_size * 0.1 * problem.start[0])
     assert torch.equal(bias, other)
+
+
+@without_noise
+def test_alpha_of_a_group_that_takes_no_part_is_learned_from_the_first_update():
+    """Whatever the groups that do take part say of their own: a number, or None."""
+    learned = []
+    for alpha in (3.0, None):
+        x, late = (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+        groups = [{"params": [x], "alpha": alpha}, {"params": [late], "granularity": "group"}]
+        opt = SGDOL(groups, lr=0.1, learner=FTRL())
+        for y in (x, late):
+            for _ in range(2):
+                (y @ torch.tensor([3.0, 4.0], dtype=torch.float64) / 2 * (1 if y is x else 100)).backward()
+            opt.step()
+            opt.zero_grad()
+        learned.append(opt.param_groups[1]["alpha_learned"].item())
+    assert learned == [25 / 4] * 2  # ||g||^2 of the first update, for each of the four numbers

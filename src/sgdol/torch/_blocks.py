@@ -153,6 +153,8 @@ class Blocks:
         if len(self.tensors) != 1 or self.coordinates:
             return False
         group = self.tensors[0].group
+        if group["alpha"] is not None and any(g["alpha"] is None for g in self.groups):
+            return False  # of groups that take no part: theirs is learned from this update
         return type(learner_of(group)).__module__ == "sgdol.learners" and all(
             isinstance(g["lr"], float) and g["lr"] == group["lr"] for g in self.groups
         )
