@@ -160,12 +160,13 @@ class RMS:
         return where(state.weight > 0, ratio(past, state.weight, 1.0), present)
 
     def coefficients(self, weight: Array, means: Means) -> tuple[Array, Array]:
-        """(a, c) of D = hypot(a root, c); numbers, or one entry per tensor."""
+        """(a, c) of D = hypot(a root, c); numbers, or one entry per tensor. Where all is 0 so far, D is 1."""
         overall = where(means.overall > 0, means.overall, 1.0)
-        share = where(means.overall > 0, means.tensor / overall, 1.0)
+        share = means.tensor / overall
         total = (weight + self.tensor) * (1 + self.overall)
         a = 1 / (sqrt(total) * sqrt(overall))
-        return a, sqrt(self.tensor * share / total + self.overall / (1 + self.overall))
+        square = self.tensor * share / total + self.overall / (1 + self.overall)
+        return a, sqrt(where(means.overall > 0, square, 1.0))
 
     def diagonal(self, state: Roots, means: Means) -> Array:
         """D of the tensor."""
