@@ -94,6 +94,24 @@ def test_another_shape_between_the_passes_of_a_step_is_refused():
     assert opt.diagnostics()["gradients"] == 2
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.filterwarnings("ignore:SGDOL got one")
+def test_a_parameter_without_numbers_changes_nothing_in_a_metric(passes):
+    found = []
+    for empty in (0, 1):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(3, 2)
+        nothing = [torch.nn.Parameter(torch.zeros(0)) for _ in range(empty)]
+        opt = SGDOL([*net.parameters(), *nothing], lr=0.1, metric="rms")
+        for _ in range(6 // passes):
+            for _ in range(passes):
+                sum([net(torch.randn(4, 3)).square().mean(), *(p.sum() for p in nothing)]).backward()
+            opt.step()
+            opt.zero_grad()
+        found.append(net.weight.detach())
+    assert torch.equal(*found)
+
+
 def test_fake_tensors_are_refused_by_name():
     with FakeTensorMode(), pytest.raises(TypeError, match="FakeTensor"):
         SGDOL(torch.nn.Linear(2, 1).parameters(), lr=0.1)

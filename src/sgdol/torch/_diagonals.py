@@ -128,11 +128,10 @@ class Diagonals:
             rows = [i for i in fresh if self._kind_of[params[i]] is kind]
             if not rows:
                 continue
-            numel = n.new_tensor([max(size(params[i]), 1) for i in rows])
-            squares = n[rows]
+            means = _means(n[rows], [params[i] for i in rows])
             overall = self._overalls.get(place)
-            overall = squares.sum() / numel.sum() if overall is None else overall.to(n)
-            constants = _constants(kind.metric, Means(squares / numel, overall))
+            means = means if overall is None else Means(means.tensor, overall.to(n))
+            constants = _constants(kind.metric, means)
             divisors[rows] = constants
             for i, c in zip(rows, _numbers(constants), strict=True):
                 self._present[params[i]] = Diagonal(kind.metric, None, None, None, c)
@@ -200,7 +199,6 @@ class Diagonals:
             return {}
         params, metric = list(states), self._kinds[place].metric
         like = torch.zeros((), dtype=scalar_dtype(params[0].device), device=params[0].device)
-        numel = like.new_tensor([max(size(p), 1) for p in params])
         if isinstance(metric, RMS):
             weights = stacked([s.weight for s in states.values()], like)
             sums = _squared_lengths([s.root for s in states.values()], like)
@@ -210,14 +208,14 @@ class Diagonals:
             each = [metric.mean_square(s, torch.zeros_like(s[0])) for s in states.values()]
             sums = stacked([torch.as_tensor(m) for m in each], like).nan_to_num() * like.new_tensor(local_sizes)
         sums = self._world().total(params, sums.unsqueeze(0))[0]
-        means, overall = sums / numel, sums.sum() / numel.sum()
-        self._overalls[place] = overall
+        means = _means(sums, params)
+        self._overalls[place] = means.overall
         if not isinstance(metric, RMS):
             return {
-                p: Diagonal(metric, s, Means(m.to(s[0]), overall.to(s[0])), None, None)
-                for (p, s), m in zip(states.items(), means.unbind(), strict=True)
+                p: Diagonal(metric, s, Means(m.to(s[0]), means.overall.to(s[0])), None, None)
+                for (p, s), m in zip(states.items(), means.tensor.unbind(), strict=True)
             }
-        a, c = metric.coefficients(weights, Means(means, overall))
+        a, c = metric.coefficients(weights, means)
         return {
             p: Diagonal(metric, s, None, a_of, c_of)
             for (p, s), a_of, c_of in zip(states.items(), _numbers(a), _numbers(c), strict=True)
@@ -266,6 +264,12 @@ def _constants(metric: Metric, means: Means) -> Tensor:
     zero = metric.initial(torch.zeros_like(means.tensor[:1]))
     each = [metric.flat(zero, Means(m, means.overall), torch.ones_like(means.tensor[:1])) for m in means.tensor]
     return torch.cat(each)
+
+
+def _means(sums: Tensor, params: list[Tensor]) -> Means:
+    """The mean squares of tensors, and of all their numbers, from the sums of squares of each."""
+    numel = sums.new_tensor([size(p) for p in params])
+    return Means(sums / numel.clamp(min=1), sums.sum() / numel.sum().clamp(min=1))
 
 
 def _squared_lengths(tensors: list[Tensor], like: Tensor) -> Tensor:
