@@ -16,9 +16,19 @@ class Group:
 
     tensors: list[int]
     lr: float
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    maximize: bool = False
+    momentum: float
+    weight_decay: float
+    maximize: bool
+    granularity: str
+    estimator: str
+    alpha: float | None
+    kappa: float | None
+    statistics: str
+    metric: str
+    learner: str
+    averaging: float | None
+    bias_correction: bool
+    epoch: int | None
     momentum_weight: float = 0.0
 
 
@@ -41,6 +51,8 @@ class Coordinate:
 class Block:
     """A step size: its learner's sums."""
 
+    group: Group
+    size: int = 0
     u: float = 0.0
     n: float = 0.0
     h: float = 0.0
@@ -54,16 +66,6 @@ class Independent:
 
     groups: list[Group]
     tensors: list[np.ndarray]
-    granularity: str
-    estimator: str
-    alpha: float | None
-    kappa: float | None
-    statistics: str
-    metric: str
-    learner: str
-    averaging: float | None
-    bias_correction: bool
-    epoch: int | None
     coordinates: list[Coordinate] = field(default_factory=list)
     blocks: dict[Any, Block] = field(default_factory=dict)
     first: float = 0.0
@@ -72,73 +74,95 @@ class Independent:
     def __post_init__(self) -> None:
         group_of = {t: g for g, group in enumerate(self.groups) for t in group.tensors}
         for t, values in enumerate(self.tensors):
+            group = self.groups[group_of[t]]
             for value in values.ravel():
-                block = {"global": 0, "group": group_of[t], "tensor": t}.get(self.granularity, len(self.coordinates))
+                block: Any = {
+                    "global": (group.learner, group.alpha, group.kappa),
+                    "group": ("group", group_of[t]),
+                    "tensor": ("tensor", t),
+                    "coordinate": len(self.coordinates),
+                }[group.granularity]
                 self.coordinates.append(Coordinate(t, group_of[t], block, float(value)))
-                self.blocks.setdefault(block, Block())
+                self.blocks.setdefault(block, Block(group)).size += 1
 
-    def update(self, gradients: list[list[float]]) -> None:
-        """One update from k independent gradients, each a list with a number for every coordinate."""
-        if not np.all(np.isfinite(gradients)):
+    def update(self, gradients: list[list[float]], present: set[int]) -> None:
+        """One update from k independent gradients, each a list with a number for every coordinate.
+
+        Args:
+            gradients: the numbers; those of tensors that take no part do not count.
+            present: the tensors that take part.
+        """
+        taking = [i for i, c in enumerate(self.coordinates) if c.tensor in present]
+        gradients = [[g[i] for i in taking] for g in gradients]
+        if not taking or not np.all(np.isfinite(gradients)):
             return
-        k = len(gradients)
+        k, coordinates = len(gradients), [self.coordinates[i] for i in taking]
         mean, signal = [], []
-        for i in range(len(self.coordinates)):
+        for i, c in enumerate(coordinates):
             g = [gradient[i] for gradient in gradients]
-            if self.estimator == "paper":
+            if self.groups[c.group].estimator == "paper":
                 mean.append(g[0])
                 signal.append(g[0] * g[1])
             else:
                 mean.append(sum(g) / k)
                 signal.append((sum(g) ** 2 - sum(v * v for v in g)) / (k * (k - 1)))
-        diagonal = self._diagonal(mean)
+        diagonal = self._diagonal(coordinates, mean)
         squared = sum(g * g / d for g, d in zip(mean, diagonal, strict=True))
         length = []
         before = [group.momentum_weight for group in self.groups]
         for group in self.groups:
-            group.momentum_weight = group.momentum * group.momentum_weight + (1 - group.momentum)
+            if present & set(group.tensors):
+                group.momentum_weight = group.momentum * group.momentum_weight + (1 - group.momentum)
         direction, hindsight = [], []
-        for i, c in enumerate(self.coordinates):
+        for i, c in enumerate(coordinates):
             group = self.groups[c.group]
-            beta, w = group.momentum, group.momentum_weight if self.bias_correction else 1.0
+            beta, w = group.momentum, group.momentum_weight if group.bias_correction else 1.0
             u, n = signal[i] / diagonal[i], mean[i] ** 2 / diagonal[i]
             low = 0.0
-            if self.epoch is not None:
-                low = (n - u) / self.epoch
+            if group.epoch is not None:
+                low = (n - u) / group.epoch
                 u += low
-                low *= 1 - beta ** (self.updates % self.epoch)
-            divided = before[c.group] if self.bias_correction and beta and before[c.group] else 1.0
+                low *= 1 - beta ** (self.updates % group.epoch)
+            divided = before[c.group] if group.bias_correction and beta and before[c.group] else 1.0
+            if beta and group.metric == "euclidean":  # of a tensor that was away, the last direction as it would be now
+                c.last = c.m / divided
             hindsight.append(mean[i] * c.last + low / divided)
-            if self.statistics == "direction":
+            if group.statistics == "direction":
                 u = (beta * (c.m * mean[i] / diagonal[i] + low) + (1 - beta) * u) / w
             c.m = beta * c.m + (1 - beta) * mean[i]
             d = c.m / w
-            if self.statistics == "direction":
+            if group.statistics == "direction":
                 n = d * d / diagonal[i]
             signal[i] = u
             length.append(n)
             direction.append(d / diagonal[i])
-        self._learn_and_move(squared, hindsight, signal, length, direction)
+        self._learn_and_move(coordinates, squared, hindsight, signal, length, direction)
 
-    def _diagonal(self, mean: list[float]) -> list[float]:
-        if self.metric == "euclidean":
-            return [1.0] * len(mean)
-        decay, k0, k1 = CONSTANTS[self.metric]
-        of_tensor: dict[int, list[float]] = {}
-        for c, g in zip(self.coordinates, mean, strict=True):
-            of_tensor.setdefault(c.tensor, []).append(c.squares / c.seen if c.seen else g * g)
-        everything = [q for qs in of_tensor.values() for q in qs]
-        overall = sum(everything) / len(everything)
-        found = []
-        for c, g in zip(self.coordinates, mean, strict=True):
-            own = of_tensor[c.tensor]
-            v = (c.squares + k0 * sum(own) / len(own)) / (c.seen + k0)
-            found.append(((v / overall + k1) / (1 + k1)) ** 0.5 if overall > 0 else 1.0)
-            c.squares, c.seen = decay * c.squares + g * g, decay * c.seen + 1
+    def _diagonal(self, coordinates: list[Coordinate], mean: list[float]) -> list[float]:
+        found = [1.0] * len(mean)
+        for metric, (decay, k0, k1) in CONSTANTS.items():
+            members = [c for c in self.coordinates if self.groups[c.group].metric == metric]
+            present = [(i, c) for i, c in enumerate(coordinates) if self.groups[c.group].metric == metric]
+            of_tensor: dict[int, list[float]] = {}
+            for c in members:
+                if c.seen:
+                    of_tensor.setdefault(c.tensor, []).append(c.squares / c.seen)
+            past = [q for qs in of_tensor.values() for q in qs]
+            for i, c in present:
+                if not c.seen:
+                    of_tensor.setdefault(c.tensor, []).append(mean[i] ** 2)
+            everything = past or [q for qs in of_tensor.values() for q in qs]
+            overall = sum(everything) / len(everything) if everything else 0.0
+            means = {t: sum(qs) / len(qs) for t, qs in of_tensor.items()}
+            for i, c in present:
+                v = (c.squares + k0 * means[c.tensor]) / (c.seen + k0)
+                found[i] = ((v / overall + k1) / (1 + k1)) ** 0.5 if overall > 0 else 1.0
+                c.squares, c.seen = decay * c.squares + mean[i] ** 2, decay * c.seen + 1
         return found
 
     def _learn_and_move(
         self,
+        coordinates: list[Coordinate],
         squared: float,
         hindsight: list[float],
         signal: list[float],
@@ -146,19 +170,20 @@ class Independent:
         direction: list[float],
     ) -> None:
         members: dict[Any, list[int]] = {}
-        for i, c in enumerate(self.coordinates):
+        for i, c in enumerate(coordinates):
             members.setdefault(c.block, []).append(i)
         multipliers = {}
         known = self.first
         if not self.first:
-            self.first = (self.kappa or 1.0) * squared / len(length)
-        for name, block in self.blocks.items():
-            size = len(members[name])
-            alpha = known * size if self.alpha is None else self.alpha
+            self.first = squared / len(self.coordinates)
+        for name, mine in members.items():
+            block = self.blocks[name]
+            group = block.group
+            alpha = known * (group.kappa or 1.0) * block.size if group.alpha is None else group.alpha
             s = self._multiplier(block, alpha)
-            u, n = sum(signal[i] for i in members[name]), sum(length[i] for i in members[name])
-            if self.learner == "measured":
-                v = sum(hindsight[i] for i in members[name])
+            u, n = sum(signal[i] for i in mine), sum(length[i] for i in mine)
+            if group.learner == "measured":
+                v = sum(hindsight[i] for i in mine)
                 if block.s_last > 0:
                     block.h += (block.u_last - v) / block.s_last
                 block.u += block.u_last
@@ -167,17 +192,20 @@ class Independent:
                 block.u, block.n = block.u + u, block.n + n
             multipliers[name] = s
         self.updates += 1
-        for c, d in zip(self.coordinates, direction, strict=True):
+        for c, d in zip(coordinates, direction, strict=True):
             group = self.groups[c.group]
             step = group.lr * multipliers[c.block]
             c.x = c.x - step * (group.weight_decay * c.x + (-d if group.maximize else d))
             c.last = d
-            if self.averaging is not None:
-                before = c.x if c.average is None else c.average
-                c.average = before + (self.averaging + 1) / (self.updates + self.averaging) * (c.x - before)
+            if group.averaging is not None and c.average is None:
+                c.average = c.x
+        for c in self.coordinates:
+            power = self.groups[c.group].averaging
+            if power is not None and c.average is not None:
+                c.average += (power + 1) / (self.updates + power) * (c.x - c.average)
 
     def _multiplier(self, block: Block, alpha: float) -> float:
-        if self.learner == "measured":
+        if block.group.learner == "measured":
             gain = max(alpha + block.u, 0.0)
             cost = gain + 2.0 * max(block.h - block.u / 0.6, 0.0)
             return gain / cost if cost > 0 else 1.0
