@@ -110,7 +110,8 @@ class Run:
     def _optimizer(self) -> SGDOL:
         groups = []
         for group in self.groups:
-            options = {name: value for name, value in vars(group).items() if name not in ("tensors", "momentum_weight")}
+            learned = ("tensors", "momentum_weight", "moving")
+            options = {name: value for name, value in vars(group).items() if name not in learned}
             params = [self.params[t] for t in group.tensors]
             groups.append({**options, "params": params, "learner": LEARNERS[group.learner]()})
         opt = SGDOL(groups, lr=1.0, foreach=self.foreach)
@@ -132,6 +133,8 @@ class Run:
             self._update(gradients)
             worst = max(worst, self._apart("x"))
             self._resume()
+            if self.pick(*[False] * 9, True):
+                self._schedule()
         if any(g.averaging is not None for g in self.groups) and self.truth.updates:
             with self.opt.averaged():
                 worst = max(worst, self._apart("average"))
@@ -179,6 +182,12 @@ class Run:
             return
         self.opt.step(all_of_them) if self.source == "closure" else (all_of_them(), self.opt.step())
         self.opt.zero_grad()
+
+    def _schedule(self) -> None:
+        """A scheduler moves the momentum."""
+        for group, there in zip(self.truth.groups, self.opt.param_groups, strict=True):
+            if group.moving or not self.on_device:  # a device does not know whether the first momentum was skipped
+                group.momentum = there["momentum"] = float(self.pick(0.0, 0.5, 0.9))
 
     def _resume(self) -> None:
         """Now and then, go on with a copy, or with another optimizer that loads the state."""

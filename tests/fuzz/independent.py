@@ -30,6 +30,8 @@ class Group:
     bias_correction: bool
     epoch: int | None
     momentum_weight: float = 0.0
+    moving: bool = False
+    """Whether it has or has had momentum."""
 
 
 @dataclass
@@ -111,26 +113,29 @@ class Independent:
         length = []
         before = [group.momentum_weight for group in self.groups]
         for group in self.groups:
-            if present & set(group.tensors):
+            group.moving = group.moving or group.momentum > 0
+            if group.moving and present & set(group.tensors):
                 group.momentum_weight = group.momentum * group.momentum_weight + (1 - group.momentum)
         direction, hindsight = [], []
         for i, c in enumerate(coordinates):
             group = self.groups[c.group]
-            beta, w = group.momentum, group.momentum_weight if group.bias_correction else 1.0
+            beta, w = group.momentum, group.momentum_weight if group.moving and group.bias_correction else 1.0
             u, n = signal[i] / diagonal[i], mean[i] ** 2 / diagonal[i]
             low = 0.0
             if group.epoch is not None:
                 low = (n - u) / group.epoch
                 u += low
                 low *= 1 - beta ** (self.updates % group.epoch)
-            divided = before[c.group] if group.bias_correction and beta and before[c.group] else 1.0
-            if beta and group.metric == "euclidean":  # of a tensor that was away, the last direction as it would be now
+            divided = before[c.group] if group.bias_correction and before[c.group] else 1.0
+            if (
+                before[c.group] and group.metric == "euclidean"
+            ):  # of a tensor that was away, the last direction as it would be now
                 c.last = c.m / divided
             hindsight.append(mean[i] * c.last + low / divided)
             if group.statistics == "direction":
                 u = (beta * (c.m * mean[i] / diagonal[i] + low) + (1 - beta) * u) / w
-            c.m = beta * c.m + (1 - beta) * mean[i]
-            d = c.m / w
+            c.m = beta * c.m + (1 - beta) * mean[i] if group.moving else 0.0
+            d = c.m / w if group.moving else mean[i]
             if group.statistics == "direction":
                 n = d * d / diagonal[i]
             signal[i] = u

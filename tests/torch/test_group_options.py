@@ -232,3 +232,19 @@ def test_alpha_of_a_group_that_takes_no_part_is_learned_from_the_first_update():
             opt.zero_grad()
         learned.append(opt.param_groups[1]["alpha_learned"].item())
     assert learned == [25 / 4] * 2  # ||g||^2 of the first update, for each of the four numbers
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("granularity", ["global", "coordinate"])
+def test_momentum_that_a_scheduler_begins_with_knows_what_the_step_before_it_was_worth(granularity, bias_correction):
+    """The curvature that is measured along the last step does not depend on the direction of the next."""
+    found = []
+    for later in (0.0, 0.9):
+        params = parameters()
+        opt = SGDOL(params, lr=0.1, momentum=0.0, granularity=granularity, bias_correction=bias_correction)
+        train(params, opt)
+        opt.param_groups[0]["momentum"] = later
+        train(params, opt, steps=1, seed=2)
+        owner = opt.param_groups[0] if granularity == "global" else opt.state[params[0]]
+        found.append(owner["learner.h_sum"])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)

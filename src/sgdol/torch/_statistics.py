@@ -75,6 +75,8 @@ class _Part(NamedTuple):
     asking: bool
     """Whether its learner uses hindsight."""
     euclidean: bool
+    kept: bool
+    """Whether the last direction has been kept: hindsight needs it, and there was no momentum yet that is it."""
 
     @property
     def beta(self) -> float:
@@ -93,7 +95,7 @@ class _Part(NamedTuple):
 
     @property
     def keeps(self) -> bool:
-        """Whether the last direction is kept: hindsight needs it, and the momentum is not it."""
+        """Whether this direction is to be kept: hindsight will need it, and the momentum is not it."""
         return self.asking and not (self.moving and self.euclidean)
 
 
@@ -185,7 +187,8 @@ class Statistics:
             stop = start + group_of.count(place) if len(self._groups) > 1 else len(params)
             group, euclidean = self._groups[place], self._geometry.euclidean(params[start])
             moving, asking = uses_momentum(group), self._hindsight(group)
-            parts.append(_Part(place, group, range(start, stop), moving, asking, euclidean))
+            kept = asking and not (euclidean and "momentum_weight" in group)
+            parts.append(_Part(place, group, range(start, stop), moving, asking, euclidean, kept))
             start = stop
         return parts
 
@@ -230,6 +233,8 @@ class Statistics:
             products = Products(*[like.new_zeros(len(params))] * 3)
         elif part.euclidean:
             products = advance(self._geometry, params, momenta, means, part.beta, like, ok)
+            if part.kept:  # its first momentum
+                products = products._replace(last=self._without_momentum(gradients, part).products.last)
         else:
             kept = [self._kept(p, m) for p, m in zip(params, momenta, strict=True)] if part.keeps else None
             products = advance_in_metric(self._geometry, params, momenta, means, kept, part.beta, scale, like, ok)
@@ -270,7 +275,7 @@ class Statistics:
             n.append(length[some] / (after * after) if part.direct else gradients.n[some])
             signal, product = gradients.u[some], cross[some] if low is None else cross[some] + low[some]
             u.append(momentum_signal(product, signal, part.beta, after) if part.direct else signal)
-            value = last[some] if part.keeps else _quotient(last[some], before)
+            value = last[some] if part.kept else _quotient(last[some], before)
             value = value if low is None else value + low[some] / _positive(before)
             worth.append(value if part.asking else torch.zeros_like(value))
         return direction._replace(n=_joined(n), u=_joined(u), last=_joined(worth))
@@ -284,7 +289,7 @@ class Statistics:
     def _with_last(self, direction: Direction, gradients: Gradients, part: _Part, epochs: Epochs | None) -> Direction:
         """What the last step was worth, of each coordinate."""
         coordinates = dict(direction.coordinates)
-        name = "direction" if part.keeps else "momentum"
+        name = "direction" if part.kept else "momentum"
         corrected = part.moving and part.group["bias_correction"]
         weight = part.group.get("momentum_weight", 0.0) if corrected else 1.0
         for i in part.rows:
@@ -292,7 +297,7 @@ class Statistics:
             if i not in coordinates or name not in self._state.get(p, ()):
                 continue
             d = local(self._state[p][name]).to(self._geometry.precision(p, g)) * gradients.scale
-            last = g.to(d.dtype) * (d if part.keeps else _quotient(d, weight))
+            last = g.to(d.dtype) * (d if part.kept else _quotient(d, weight))
             if epochs is not None:
                 low = self._low(coordinates[i], gradients, i, epochs)
                 last = last + low / _positive(weight if isinstance(weight, float) else weight.to(last))
