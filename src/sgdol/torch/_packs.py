@@ -11,10 +11,10 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn import Parameter
 
-__all__ = ["Pack", "pack"]
+__all__ = ["LARGEST", "Pack", "pack"]
 
 LARGEST = 1 << 12
-"""A tensor of at most so many numbers is small."""
+"""A tensor of at most so many numbers is small; its gradients, too, are kept until many can be measured at once."""
 
 FEWEST = 12
 """Fewer small tensors than this are quicker one by one."""

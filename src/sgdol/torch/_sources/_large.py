@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from sgdol.torch._geometry import Geometry
+from sgdol.torch._packs import LARGEST
 from sgdol.torch._remarks import Remarks
 from sgdol.torch._sources._measures import Measures, ratio
 from sgdol.torch._sources._running import Running
 from sgdol.torch._sources._samples import Samples
 from sgdol.torch._sources._slots import Slot
-from sgdol.torch._sources._small import FEW
 from sgdol.torch._tensors import real_gradient
 from sgdol.torch._world import World, local_gradient
 
@@ -65,7 +65,7 @@ class Large:
         if slot.shared and slot.keep != "gradients":
             current.arrived[index] = None
             current.add(index, gradient)
-        elif slot.keep == "norms" and gradient.numel() <= FEW:
+        elif slot.keep == "norms" and gradient.numel() <= LARGEST:
             current.small[index], current.arrived[index] = gradient, None
         else:
             self._measure(current, index, gradient)
@@ -80,7 +80,7 @@ class Large:
             return
         if slot.keep == "squares":
             self.measures.add_squares(slot, gradient)
-        if gradient.numel() <= FEW:
+        if gradient.numel() <= LARGEST:
             current.small[index] = gradient
         else:
             current.arrived[index] = self.measures.geometry.norm(slot.param, real_gradient(gradient))

@@ -14,13 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sgdol.torch._packs import LARGEST
 from sgdol.torch._sources._samples import BENT
 from sgdol.torch._sources._slots import Slot
 
-__all__ = ["FEW", "Small"]
-
-FEW = 1 << 12
-"""Gradients of at most so many entries are small: they are kept until they are measured all at once."""
+__all__ = ["Small"]
 
 Numbers = NDArray[Any]
 
@@ -189,5 +187,5 @@ def _is_small(slot: Slot) -> bool:
         and slot.ordinary
         and p.device.type == "cpu"
         and p.dtype in (torch.float32, torch.float64)
-        and 0 < p.numel() <= FEW
+        and 0 < p.numel() <= LARGEST
     )
