@@ -114,7 +114,7 @@ class Diagonals:
             n: ||gbar||^2 of each over all ranks, in Euclid's norm where D is not settled yet.
 
         Returns:
-            What has been measured so far is to be divided by, for each parameter; None if by nothing.
+            By what each parameter's products, Euclid's so far, are to be divided; None if all are right.
         """
         self._present = {}
         if not self._metrics:

@@ -151,7 +151,17 @@ def _packed(
     beta: float,
     inverse: float,
 ) -> list[Tensor]:
-    """Small tensors laid end to end."""
+    """Move the momenta of small tensors on, and (cross, length, last) of :class:`Products`, from vectors that hold all.
+
+    Args:
+        packed: which of the tensors, and where they are in the vectors.
+        diagonal: D of them, laid end to end; None if it is 1.
+        momenta: of all tensors, as the other lists; written to.
+        means: of the types of the momenta.
+        directions: the last ones, overwritten by the new ones; None if nobody keeps them: last is cross then.
+        beta: the momentum.
+        inverse: one over the weight of the new momentum.
+    """
     momenta, means = packed.chosen(momenta), packed.chosen(means)
     dtype = momenta[0].dtype
     m, g = packed.laid(momenta, dtype), packed.laid(means, dtype)

@@ -71,7 +71,7 @@ class _Part(NamedTuple):
     group: dict[str, Any]
     rows: range
     moving: bool
-    """Whether it has momentum."""
+    """Whether it has or has had momentum."""
     asking: bool
     """Whether its learner uses hindsight."""
     euclidean: bool
