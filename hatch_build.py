@@ -1,11 +1,11 @@
 """What is known only when a release is built: where the project is, and so where the README's links lead.
 
 A package index shows the README without the repository around it, where a relative link or image is broken. The release
-workflow says where they are, in SGDOL_URL (the repository's address) and SGDOL_REF (the tag); then links and images are
-made absolute and the project's addresses are declared. A build on somebody's desk knows no address and invents none:
-links become their text, and images what they show.
+workflow says where they are, in SGDOL_URL (the repository's address), SGDOL_REF (the tag) and SGDOL_DOCS (the site's
+address); then links and images are made absolute and the project's addresses are declared. A build on somebody's desk
+knows no address and invents none: links become their text, and images what they show.
 
-The two names are our own, and not the ones that a workflow has anyway, because other people's workflows build this too.
+The names are our own, and not the ones that a workflow has anyway, because other people's workflows build this too.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ def standalone(readme: str, url: str | None, ref: str) -> str:
     return "".join(piece if index % 2 else LINK.sub(replacement, piece) for index, piece in enumerate(pieces))
 
 
-def addresses(url: str | None, ref: str) -> dict[str, str]:
-    """The project's addresses that follow from the repository's; none if that is not known.
+def addresses(url: str | None, ref: str, docs: str | None) -> dict[str, str]:
+    """The project's addresses that follow from what is known; none if nothing is.
 
-    >>> addresses(None, "v1")
+    >>> addresses(None, "v1", None)
     {}
-    >>> addresses("https://host/us/sgdol", "v1")["Changelog"]
+    >>> addresses("https://host/us/sgdol", "v1", None)["Changelog"]
     'https://host/us/sgdol/blob/v1/CHANGELOG.md'
     """
-    if url is None:
-        return {}
-    return {"Source": url, "Issues": f"{url}/issues", "Changelog": f"{url}/blob/{ref}/CHANGELOG.md"}
+    known = {"Documentation": docs} if docs else {}
+    if url:
+        known |= {"Source": url, "Issues": f"{url}/issues", "Changelog": f"{url}/blob/{ref}/CHANGELOG.md"}
+    return known
 
 
 class CustomMetadataHook(MetadataHookInterface):
@@ -63,4 +64,4 @@ class CustomMetadataHook(MetadataHookInterface):
         ref = os.environ.get("SGDOL_REF") or "main"
         text = standalone((Path(self.root) / "README.md").read_text(encoding="utf-8"), url, ref)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
-        metadata["urls"] = {**addresses(url, ref), **self.config["urls"]}
+        metadata["urls"] = {**addresses(url, ref, os.environ.get("SGDOL_DOCS")), **self.config["urls"]}

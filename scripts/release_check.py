@@ -210,10 +210,21 @@ def check_sdist(check: Checks, sdist: Path) -> None:
             check("sdist: its tests", lambda: environment.run("python", "-m", "pytest", "-q", *TESTS, where=source))
 
 
+def tag_is_of(wheel: Path, tag: str) -> None:
+    """The tag is this version's, and the changelog says when it was released."""
+    version = wheel.name.split("-")[1]
+    assert tag == f"v{version}", f"the tag is {tag}, and the version {version}"
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## {re.escape(version)}, \d{{4}}-\d\d-\d\d$", changelog, flags=re.M), (
+        f"CHANGELOG.md has no line '## {version}, year-month-day'"
+    )
+
+
 def main() -> None:
     """Build, check, install, run; exit 1 if anything did not hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dist", type=Path, help="a folder with an sdist and a wheel; without it they are built")
+    parser.add_argument("--tag", help="of the release: v and the version")
     parser.add_argument("--only", nargs="*", help="extras to try (base for none, sdist for it), instead of all")
     options = parser.parse_args()
     check = Checks()
@@ -224,6 +235,8 @@ def main() -> None:
         ):
             raise SystemExit(1)
         sdist, wheel = built(options.dist.resolve() if options.dist else Path(empty))
+        if options.tag:
+            check(f"{options.tag} is the version", lambda: tag_is_of(wheel, options.tag))
         check("twine check", lambda: run(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel))
         check("check-wheel-contents", lambda: run(sys.executable, "-m", "check_wheel_contents", wheel, where=ROOT))
         for extra in EXTRAS:

@@ -19,8 +19,8 @@ RELATIVE = re.compile(r"\]\((?!https?:)")
 def declared(monkeypatch):
     """The metadata that a build makes, where the repository is at an address or at none."""
 
-    def build(url: str | None = None, ref: str | None = None):
-        for name, value in {"SGDOL_URL": url, "SGDOL_REF": ref}.items():
+    def build(url: str | None = None, ref: str | None = None, docs: str | None = None):
+        for name, value in {"SGDOL_URL": url, "SGDOL_REF": ref, "SGDOL_DOCS": docs}.items():
             monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
         return ProjectMetadata(str(ROOT), PluginManager()).core
 
@@ -35,8 +35,9 @@ def test_without_an_address_none_is_declared_and_no_link_is_broken(declared):
 
 
 def test_with_an_address_every_link_leads_to_a_file_of_the_tag(declared):
-    metadata = declared("https://host.example/us/sgdol/", "v1.2.3")
+    metadata = declared("https://host.example/us/sgdol/", "v1.2.3", "https://us.example/sgdol/")
     assert metadata.urls["Source"] == "https://host.example/us/sgdol"
+    assert metadata.urls["Documentation"] == "https://us.example/sgdol/"
     assert not RELATIVE.search(metadata.readme)
     named = re.findall(r"\]\(https://host\.example/us/sgdol/(blob|raw)/v1\.2\.3/([^)#]+)", metadata.readme)
     assert {kind for kind, _ in named} == {"blob", "raw"}
