@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
-TORCH ?= torch==2.13.0
+TORCH ?= $(shell grep '^torch==' constraints.txt)
 EXTRAS ?= torch,jax,paper,trainers,tensorboard,private,plot
 GROUP ?= dev
 BIN := $(VENV)/bin

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 CONSTRAINTS = ROOT / "constraints.txt"
-TORCH = "torch==2.13.0"
+TORCH = re.findall(r"^torch==.*$", CONSTRAINTS.read_text(encoding="utf-8"), flags=re.M)[0]
 """Installed first, by itself: any other request may pull several GB of CUDA packages."""
 
 REFERENCE = """
@@ -57,7 +57,7 @@ TESTS = (
 def readme_program() -> str:
     """The first of the README's examples that imports all it uses: a whole program."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
-    return next(block for block in blocks if "import torch" in block and "load_digits" in block)
+    return next(block for block in blocks if re.search("^import torch", block, flags=re.M))
 
 
 @dataclass(frozen=True)
