@@ -9,6 +9,7 @@ README says to run, is installed, and runs a part of its tests.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import subprocess
@@ -38,6 +39,23 @@ for missing in ("sgdol.torch", "sgdol.jax"):
         assert "pip install 'sgdol[" in str(sentence)
     else:
         raise AssertionError(f"{missing} came along")
+"""
+TENSORBOARD = """
+import pathlib, torch
+from sgdol import SGDOL
+from sgdol.torch import Log
+from torch.utils.tensorboard import SummaryWriter
+x = torch.nn.Parameter(torch.zeros(3))
+opt = SGDOL([x], lr=0.1)
+with SummaryWriter("events") as writer:
+    log = Log(writer, every=1)
+    for _ in range(20):
+        for _ in range(2):
+            ((x - torch.randn(3)).square().sum() / 4).backward()
+        opt.step()
+        opt.zero_grad()
+        log(opt)
+assert len(log.history) == 20 and any(pathlib.Path("events").iterdir())
 """
 PLOT = """
 import sgdol
@@ -70,16 +88,16 @@ class Extra:
     runs: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def example(name: str, *arguments: str) -> tuple[str, ...]:
-    """The arguments that run one of the examples."""
-    return ("python", str(EXAMPLES / f"{name}.py"), *arguments)
+def example(name: str) -> tuple[str, ...]:
+    """The command that runs one of the examples."""
+    return ("python", str(EXAMPLES / f"{name}.py"))
 
 
 LEARN = ("scikit-learn",)
 EXTRAS = (
     Extra("", runs={"the numpy reference; a sentence about each front end": ("python", "-c", REFERENCE)}),
-    Extra("torch", True, LEARN, {"the README's program trains": ("python", "-c", readme_program())}),
-    Extra("jax", False, LEARN, {"the optax example trains": example("optax_loop")}),
+    Extra("torch", True, LEARN, {"the README's program runs": ("python", "-c", readme_program())}),
+    Extra("jax", False, LEARN, {"the optax example runs": example("optax_loop")}),
     Extra(
         "paper",
         runs={
@@ -93,10 +111,10 @@ EXTRAS = (
         "trainers",
         True,
         LEARN,
-        {f"{name} trains": example(f"{name}_digits") for name in ("lightning", "huggingface", "accelerate")},
+        {f"the {name} example runs": example(f"{name}_digits") for name in ("lightning", "huggingface", "accelerate")},
     ),
-    Extra("tensorboard,plot", True, LEARN, {"events and a figure": example("tensorboard_digits", "events")}),
-    Extra("private", True, LEARN, {"Opacus trains": example("private_opacus")}),
+    Extra("tensorboard", True, runs={"events are written": ("python", "-c", TENSORBOARD)}),
+    Extra("private", True, LEARN, {"the Opacus example runs": example("private_opacus")}),
     Extra("plot", runs={"a figure of a history": ("python", "-c", PLOT)}),
 )
 
@@ -179,7 +197,7 @@ def check_extra(check: Checks, extra: Extra, archive: Path) -> None:
 
         if check(f"{name}: installs", install):
             for what, command in extra.runs.items():
-                check(f"{name}: {what}", lambda command=command: environment.run(*command))
+                check(f"{name}: {what}", functools.partial(environment.run, *command))
 
 
 def promises_are_kept(source: Path) -> None:
