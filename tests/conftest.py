@@ -1,8 +1,10 @@
-"""How the tests are collected and run: on one thread each, without what only costs time."""
+"""How the tests are found and run: no folder passes for a framework, one thread each, without what only costs time."""
 
 import gc
 import importlib.metadata
+import importlib.util
 import os
+import sys
 
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     # Sums in one order each time, also in the programs that tests start; and two workers leave no core for more.
@@ -38,3 +40,25 @@ def pytest_sessionstart():
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
+
+
+# tests/torch and tests/jax are on the path: a framework that is not installed must not be found there.
+
+
+def absent(name: str) -> bool:
+    """Whether there is nothing, or nothing but a folder, of that name."""
+    spec = importlib.util.find_spec(name)
+    return spec is None or spec.origin is None
+
+
+class Refuse:
+    """Finds nothing of what is absent, and lets nobody else look."""
+
+    names = tuple(filter(absent, ("torch", "jax")))
+
+    def find_spec(self, name, path=None, target=None):
+        if name in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Refuse())

@@ -80,6 +80,7 @@ def test_a_front_end_without_its_framework_says_what_to_install(statement, who, 
 
 
 def test_the_optimizer_is_imported_when_it_is_first_used():
+    pytest.importorskip("torch")
     program = """
     import sys, sgdol
     before = "torch" in sys.modules

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -68,9 +67,7 @@ def seed_of(seed: int, *names: str) -> int:
 
 
 def _double_precision() -> AbstractContextManager[Any]:
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    return importlib.import_module("jax.experimental").enable_x64()  # where it was before
+    return jax.enable_x64(True)
 
 
 def evaluate(problem: Problem, x: Any) -> tuple[Array, Array]:

@@ -162,10 +162,9 @@ def average_groups(
         t: how many updates there have been.
         ok: None, or a boolean scalar on the device that says whether this one counts.
     """
-    now = set(moved)
-    for group in groups:
-        if group["averaging"] is None:
-            continue
+    wanting = [group for group in groups if group["averaging"] is not None]
+    now = set(moved) if wanting else set()
+    for group in wanting:
         for p in group["params"]:
             if p in now and "average" not in state[p]:
                 state[p]["average"] = p.detach().to(dtype=torch.promote_types(p.dtype, torch.float32), copy=True)

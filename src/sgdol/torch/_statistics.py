@@ -265,17 +265,20 @@ class Statistics:
         """N, u and the worth of the last step over all ranks."""
         if not any(part.counts for part in parts):
             return direction
-        own = [torch.stack(f.products) for f in found]
-        total = self._world().total(direction.params, own[0] if len(own) == 1 else torch.cat(own, dim=1))
-        cross, length, last = total.unbind()
+        products = [f.products for f in found]
+        world = self._world()
+        if world.spread:
+            own = torch.cat([torch.stack(each) for each in products], dim=1)
+            total = world.total(direction.params, own).split([len(part.rows) for part in parts], dim=1)
+            products = [Products(*each.unbind()) for each in total]
         low = None if epochs is None else epochs.share * epochs.low
         n, u, worth = [], [], []
-        for part, (_, before, after) in zip(parts, found, strict=True):
-            some = slice(part.rows.start, part.rows.stop)
-            n.append(length[some] / (after * after) if part.direct else gradients.n[some])
-            signal, product = gradients.u[some], cross[some] if low is None else cross[some] + low[some]
+        for part, (cross, length, last), (_, before, after) in zip(parts, products, found, strict=True):
+            some = slice(None) if len(parts) == 1 else slice(part.rows.start, part.rows.stop)
+            n.append(length / (after * after) if part.direct else gradients.n[some])
+            signal, product = gradients.u[some], cross if low is None else cross + low[some]
             u.append(momentum_signal(product, signal, part.beta, after) if part.direct else signal)
-            value = last[some] if part.kept else _quotient(last[some], before)
+            value = last if part.kept else _quotient(last, before)
             value = value if low is None else value + low[some] / _positive(before)
             worth.append(value if part.asking else torch.zeros_like(value))
         return direction._replace(n=_joined(n), u=_joined(u), last=_joined(worth))

@@ -15,8 +15,8 @@ from sgdol.torch._coordinates import Sums, update_tensor
 from sgdol.torch._geometry import Geometry
 from sgdol.torch._moves import move
 from sgdol.torch._statistics import Direction
-from sgdol.torch._tensors import real_view, stacked
-from sgdol.torch._world import World, local
+from sgdol.torch._tensors import stacked
+from sgdol.torch._world import World, real_pieces
 
 __all__ = ["Outcome", "update"]
 
@@ -133,7 +133,7 @@ def _move_tensors(
             continue
         some = slice(start - size, start)
         params, vectors = blocks.params[some], direction.vectors[some]
-        xs = [real_view(local(p)) for p in params]
+        xs = real_pieces(params)
         scale = _number(direction.scales[some.start], ok)
         if place in direction.made or geometry.euclidean(params[0]):
             move(group, xs, vectors, scale, each[some], ok)

@@ -10,7 +10,7 @@ from torch import Tensor
 from sgdol.torch._geometry import Geometry
 from sgdol.torch._sources._slots import Slot, wide_like
 from sgdol.torch._tensors import real_gradient, real_view, scalar_dtype, stacked
-from sgdol.torch._world import World, local, local_gradient
+from sgdol.torch._world import World, local, local_gradient, real_gradients
 
 __all__ = ["Found", "Measures", "put", "ratio"]
 
@@ -64,7 +64,7 @@ class Measures:
 
     def norms(self, slots: list[Slot]) -> Tensor:
         """||S||^2 of these."""
-        gradients = [real_gradient(local_gradient(slot.param)) for slot in slots]
+        gradients = real_gradients([slot.param for slot in slots])
         return self.geometry.norms([slot.param for slot in slots], gradients, self.totals()[0])
 
     def write(self, rows: list[int], n: Tensor, q: Tensor) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sgdol.torch._geometry import Geometry
 from sgdol.torch._sources._gradients import Gradients, Signal, Wishes, settled
-from sgdol.torch._tensors import real_gradient, real_view, scalar_dtype
-from sgdol.torch._world import World, local, local_gradient
+from sgdol.torch._tensors import real_view, scalar_dtype
+from sgdol.torch._world import World, local, local_gradient, real_gradients
 
 __all__ = ["HeldPair"]
 
@@ -72,7 +72,7 @@ class HeldPair:
             return None
         self._refuse_reshaped(params)
         first = [real_view(self._release(p)) for p in params]
-        second = [real_gradient(local_gradient(p)) for p in params]
+        second = real_gradients(params)
         wishes = [self._wishes(p) for p in params]
         signals = {
             i: Signal(self._geometry.products(params[i], first[i], second[i]), 0.0, 1.0)

@@ -13,7 +13,7 @@ from sgdol.torch._sources._gradients import Gradients, Signal, Wishes, settled
 from sgdol.torch._sources._measures import Found, ratio
 from sgdol.torch._sources._recorder import Recorder
 from sgdol.torch._tensors import real_gradient
-from sgdol.torch._world import Own, World, local, local_gradient
+from sgdol.torch._world import Own, World, local, real_gradients
 
 __all__ = ["Passes"]
 
@@ -48,7 +48,7 @@ class Passes:
             )
         found = self._recorder.found(params)
         k = max(found.k, 1) * ranks
-        vectors = [real_gradient(local_gradient(p)) for p in params]
+        vectors = real_gradients(params)
         squares = {
             # A gradient that no pass made is a single contribution, unless it is another rank's.
             i: s if found.seen[i] or world.ranks > 1 else self._geometry.products(params[i], vectors[i], vectors[i])

@@ -12,7 +12,16 @@ from torch import Tensor
 from sgdol.torch._world._alone import Alone, Listener, Own, Tap, World
 from sgdol.torch._world._ddp import DataParallel, Unwrapped, find_wrapper, several, wrappings
 from sgdol.torch._world._fsdp import Sharded
-from sgdol.torch._world._pieces import fitted, is_sharded, like_parameter, local, local_gradient, placed_like
+from sgdol.torch._world._pieces import (
+    fitted,
+    is_sharded,
+    like_parameter,
+    local,
+    local_gradient,
+    placed_like,
+    real_gradients,
+    real_pieces,
+)
 
 __all__ = [
     "Finder",
@@ -26,6 +35,8 @@ __all__ = [
     "local",
     "local_gradient",
     "placed_like",
+    "real_gradients",
+    "real_pieces",
 ]
 
 _ALONE = Alone()

@@ -6,13 +6,27 @@ sums, the metric's roots) are DTensors like the parameter, so that they are shar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["fitted", "is_sharded", "like_parameter", "local", "local_gradient", "placed_like", "plain", "whole"]
+from sgdol.torch._tensors import real_gradient, real_view
+
+__all__ = [
+    "fitted",
+    "is_sharded",
+    "like_parameter",
+    "local",
+    "local_gradient",
+    "placed_like",
+    "plain",
+    "real_gradients",
+    "real_pieces",
+    "whole",
+]
 
 _ORDINARY = frozenset({Tensor, Parameter})
 """What most tensors are: these are let through first, on the way of every parameter in every step."""
@@ -57,6 +71,22 @@ def local_gradient(param: Tensor) -> Tensor:
     if type(grad) in _ORDINARY:
         return grad  # type: ignore[return-value]
     return torch.zeros_like(local(param)) if grad is None else plain(placed_like(grad, param))
+
+
+def real_pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's pieces of many tensors, complex numbers seen as pairs of real ones."""
+    if {type(t) for t in tensors} <= _ORDINARY and not any(t.dtype.is_complex for t in tensors):
+        return list(tensors)
+    return [real_view(local(t)) for t in tensors]
+
+
+def real_gradients(params: Sequence[Tensor]) -> list[Tensor]:
+    """This rank's pieces of the parameters' gradients, in the same way; not to be written to."""
+    grads = [p.grad for p in params]
+    found = [g for g in grads if type(g) is Tensor and not g.dtype.is_complex]
+    if len(found) == len(grads):
+        return found
+    return [real_gradient(local_gradient(p)) for p in params]
 
 
 def like_parameter(piece: Tensor, param: Tensor) -> Tensor:
