@@ -5,6 +5,7 @@ import copy
 import io
 import math
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -606,13 +607,35 @@ def test_a_single_backward_is_an_error():
         opt.step(net_closure(opt, net, batch(0), parts=1))
 
 
-def test_gradients_that_are_zeroed_between_the_passes_are_an_error():
+def halve(opt, net):
+    for p in net.parameters():
+        p.grad.mul_(0.5)
+
+
+def zero_data(opt, net):
+    for p in net.parameters():
+        p.grad.data.zero_()
+
+
+EDITS_BETWEEN_PASSES = {
+    "set to None": lambda opt, net: opt.zero_grad(),
+    "set to zero": lambda opt, net: opt.zero_grad(set_to_none=False),
+    "set to zero by the model": lambda opt, net: net.zero_grad(set_to_none=False),
+    "set to zero as data": zero_data,
+    "halved": halve,
+}
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("edit", EDITS_BETWEEN_PASSES.values(), ids=EDITS_BETWEEN_PASSES)
+def test_gradients_that_are_zeroed_or_changed_between_the_passes_are_an_error(edit, parts):
     net = network()
     opt = SGDOLFree(net.parameters())
 
     def closure():
-        for part in batch(0).chunk(2):
-            opt.zero_grad()
+        for index, part in enumerate(batch(0).chunk(parts)):
+            if index:
+                edit(opt, net)
             loss = net(part).square().mean() / 2
             loss.backward()
         return loss
@@ -638,6 +661,42 @@ def test_passes_that_run_inside_one_another_are_an_error():
         outer.backward()
         handle.remove()
         return outer
+
+    with pytest.raises(RuntimeError, match=r"ran backward\(\) 1 time"):
+        opt.step(closure)
+
+
+class Meeting(torch.autograd.Function):
+    """Backwards wait for each other here."""
+
+    @staticmethod
+    def forward(ctx, x, barrier):
+        ctx.barrier = barrier
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.barrier.wait(60)
+        return gradient, None
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_passes_that_run_in_two_threads_at_once_are_an_error(alone):
+    net, barrier = network(), threading.Barrier(2)
+    opt = SGDOLFree(net.parameters())
+    parts = batch(0).chunk(3)
+
+    def closure():
+        opt.zero_grad()
+        for part in parts[:alone]:
+            net(part).square().mean().backward()
+        losses = [net[2:](Meeting.apply(net[:2](part), barrier)).square().mean() for part in parts[1:]]
+        threads = [threading.Thread(target=loss.backward) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sum(losses)
 
     with pytest.raises(RuntimeError, match=r"at the same time.*one after the other"):
         opt.step(closure)

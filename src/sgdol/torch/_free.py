@@ -236,6 +236,7 @@ class SGDOLFree(WatchingOptimizer):
                     f"SGDOLFree does not support DTensor parameters (fully_shard, tensor parallel), got one of shape "
                     f"{tuple(p.shape)}; DistributedDataParallel is supported"
                 )
+        self._refuse_subclasses(self._params())
         first = self.param_groups[0]
         for name in ("rule", "gradients", "unit"):
             if name in first:
