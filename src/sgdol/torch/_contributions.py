@@ -133,7 +133,8 @@ class Contributions:
         if self._last is None or self._overlap:
             return Found(max(passes, 2 * self._overlap), space.gradients(self.factor, self._name))
         untouched = self._last[0] is space and self._untouched()
-        self._left, self._noted = [], []  # these are the gradients themselves: whoever sets them to None wants their memory back
+        # These are the gradients themselves: whoever sets them to None wants their memory back.
+        self._left, self._noted = [], []
         if untouched and self._second is not None:
             return Found(passes, self._last[1], second=self._second)
         self._square()
