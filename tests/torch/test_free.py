@@ -6,6 +6,7 @@ import io
 import math
 import pickle
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -664,6 +665,81 @@ def test_passes_that_run_inside_one_another_are_an_error():
 
     with pytest.raises(RuntimeError, match=r"ran backward\(\) 1 time"):
         opt.step(closure)
+
+
+def clamp(p):
+    p.grad.clamp_(-1e-3, 1e-3)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("edit", ["a hook that clips", "noise", "clipped entries"])
+def test_gradients_that_were_changed_by_more_than_a_factor_are_said(edit, parts):
+    net = network()
+    opt = SGDOLFree(net.parameters())
+    inner = net_closure(opt, net, batch(0), parts=parts)
+    if edit == "a hook that clips":
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(clamp)
+
+    def closure():
+        loss = inner()
+        for p in net.parameters():
+            if edit == "noise":
+                p.grad.add_(torch.ones_like(p))
+            if edit == "clipped entries":
+                clamp(p)
+        return loss
+
+    with pytest.warns(UserWarning, match="more than one factor per tensor"):
+        opt.step(closure)
+
+
+def look(p):
+    assert p.grad is not None
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_clipping_the_norm_and_hooks_that_only_look_are_not_worth_a_word(parts):
+    net = network()
+    opt = SGDOLFree(net.parameters())
+    inner = net_closure(opt, net, batch(0), parts=parts)
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(look)
+
+    def closure():
+        loss = inner()
+        nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(15):
+            opt.step(closure)
+
+
+def test_ten_skips_running_are_said_once():
+    net = network()
+    opt = SGDOLFree(net.parameters())
+    bad = net_closure(opt, net, batch(0) * math.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(9):
+            opt.step(bad)
+        opt.step(net_closure(opt, net, batch(0)))
+        for _ in range(9):
+            opt.step(bad)
+    with pytest.warns(UserWarning, match="skipped 10 steps running"):
+        opt.step(bad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(30):
+            opt.step(bad)
+
+
+@pytest.mark.parametrize("option", ["betas", "nesterov", "eps", "lr", "smoothness", "gamma"])
+def test_an_option_of_another_optimizer_is_refused_in_a_sentence(option):
+    with pytest.raises(TypeError, match=rf"SGDOLFree has no option '{option}'(: |; it has momentum)"):
+        SGDOLFree(network().parameters(), **{option: 1})
 
 
 class Meeting(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from sgdol.torch._listening import COMPILED, Listening, after_backward, compiled_autograd, graph_task, outermost
 from sgdol.torch._tensors import wide_dtype
-from sgdol.torch._vectors import Space, Vector, largest, multiply, same
+from sgdol.torch._vectors import BENT, Space, Vector, largest, multiply, same
 from sgdol.torch._world import Finder, Tap, World
 
 __all__ = ["Contributions", "Found"]
@@ -36,6 +36,8 @@ class Found(NamedTuple):
     """The sum of the squares of this rank's own contributions, coordinate by coordinate..."""
     second: Vector | None = None
     """...or, if there are two and they are the sum, the second."""
+    bent: bool = False
+    """Whether gradients have been changed, after their backward, by more than a factor for each tensor."""
 
 
 class Contributions:
@@ -84,7 +86,8 @@ class Contributions:
         self._ended, self._before = True, [*self._counts]
         self._noted: list[tuple[Tensor, Tensor | None, int]] = []
         self._nonzero: Tensor | None = None
-        self._edited = self._overlap = False
+        self._edited = self._overlap = self._bent = False
+        self._expected: list[tuple[Tensor, Tensor]] = []
         self._last: tuple[Space, Vector] | None = None
         self._second: Vector | None = None  # what the second of two passes has brought, in the space of the last
         self._squares: tuple[Space, Vector] | None = None
@@ -136,17 +139,16 @@ class Contributions:
         # These are the gradients themselves: whoever sets them to None wants their memory back.
         self._left, self._noted = [], []
         if untouched and self._second is not None:
-            return Found(passes, self._last[1], second=self._second)
+            return Found(passes, self._last[1], second=self._second, bent=self._bent)
         self._square()
         if self._squares is None:
             return Found(passes, space.gradients(self.factor, self._name))
         squares, last = space.taken_from(*self._squares), space.taken_from(*self._last)
         if untouched:
-            return Found(passes, last, squares)
+            return Found(passes, last, squares, bent=self._bent)
         g = space.gradients(self.factor, f"{self._name}, rescaled")
-        if not same(g, last):
-            space.rescale(squares, last, g)
-        return Found(passes, g, squares)
+        bent = not same(g, last) and space.rescale(squares, last, g)
+        return Found(passes, g, squares, bent=bent or self._bent)
 
     def _untouched(self) -> bool:
         """Whether ``.grad`` is what the last backward left: by the versions, and GradScaler writes without raising."""
@@ -183,6 +185,8 @@ class Contributions:
             self._keeps[0] = self._waits or self._passes > 0
             self._edited |= self._passes > 0 and self._changed()
             self._ended = False
+            if self._passes > 0 and not self._waits:
+                self._expected = [(p, g.clone()) for p in self._params if (g := p.grad) is not None and _is_hooked(p)]
         self._overlap |= self._open not in (None, call)  # in another thread
         self._open = call
         self._running.add(task)
@@ -208,6 +212,7 @@ class Contributions:
         self._ended, self._open, self._before = True, None, [*self._counts]
         self._passes += 1
         if self._keeps[0]:
+            self._bent |= any(_differs(p, g, self._own_of(p)) for p, g in self._expected)
             self._look()
             self._own.clear()
 
@@ -267,6 +272,18 @@ def _is_nonzero(p: Tensor) -> bool:
     if g is None or g.layout != torch.strided or g.device.type != "cpu":
         return False
     return bool(g.detach().reshape(-1)[:16].any())
+
+
+def _is_hooked(p: Tensor) -> bool:
+    """Whether something runs as soon as a gradient has been accumulated, and may change it."""
+    return bool(p._post_accumulate_grad_hooks) and p.grad is not None and p.grad.layout == torch.strided
+
+
+@torch.no_grad()
+def _differs(p: Tensor, before: Tensor, own: Tensor | None) -> bool:
+    """Whether ``.grad`` is something else than the sum of what was there and what a backward has brought."""
+    expected = before if own is None else before + own
+    return p.grad is not None and bool((p.grad - expected).norm() > BENT * expected.norm())
 
 
 def _keep(own: dict[int, Tensor], key: int, gradient: Tensor) -> None:
