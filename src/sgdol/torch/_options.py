@@ -189,7 +189,9 @@ def checked_rate(options: dict[str, Any], where: str) -> Any:
         raise ValueError(
             f"give {where}lr or smoothness, not both: got lr={lr!r} and smoothness={smoothness!r} (lr = 1/M)"
         )
-    return _check_lr(1.0 / check_number("smoothness", smoothness, lambda v: v > 0, "positive and finite"))
+    number = check_number("smoothness", smoothness, lambda v: v > 0, "positive and finite")
+    check_number("smoothness", smoothness, lambda v: math.isfinite(1 / v), "larger, lr is 1 over it")
+    return _check_lr(1.0 / number)
 
 
 DERIVED = ("kappa", "bias_correction")
