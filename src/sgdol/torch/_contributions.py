@@ -269,9 +269,9 @@ class Contributions:
 def _is_nonzero(p: Tensor) -> bool:
     """Whether the first numbers of a gradient are not all 0; of an accelerator's, which nobody waits for, no."""
     g = p.grad
-    if g is None or g.layout != torch.strided or g.device.type != "cpu":
+    if g is None or g.layout != torch.strided or g.device.type != "cpu" or not g.numel():
         return False
-    return bool(g.detach().reshape(-1)[:16].any())
+    return g[(0,) * g.dim()].item() != 0 or bool(g.detach().reshape(-1)[:16].any())  # the first alone is quick
 
 
 def _is_hooked(p: Tensor) -> bool:
