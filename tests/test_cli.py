@@ -197,6 +197,12 @@ def test_env_prints_versions_for_a_bug_report_and_no_path(monkeypatch, capsys):
     assert str(Path.home()) not in out
 
 
+def test_env_needs_no_extra():
+    whole, bare = run("env"), run("env", blocked=["typer", "rich", "jax", "matplotlib"])
+    assert (bare.returncode, bare.stderr) == (0, "")
+    assert bare.stdout == whole.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "completed"),
     [

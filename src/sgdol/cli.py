@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import sgdol
+from sgdol.paper.environment import lines
 
 EXTRA = "sgdol's command line needs the extra 'paper', and {} is missing: pip install 'sgdol[paper]'"
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
@@ -21,6 +22,9 @@ try:
 
     from sgdol.paper.terminal import Bars, console, make_printable, print_claim, print_claims, status
 except ModuleNotFoundError as error:
+    if sys.argv[1:] == ["env"]:  # who has a front end alone can report a bug too
+        print("\n".join(lines()))
+        raise SystemExit from None
     raise SystemExit(EXTRA.format(error.name)) from None
 
 __all__ = ["app", "main"]
@@ -314,10 +318,8 @@ def data(
 @app.command(cls=_Command)
 def env() -> None:
     """Print the versions of everything that matters, for a bug report."""
-    from sgdol.paper.environment import environment
-
-    for name, value in environment().items():
-        out.print(f"{name:<20} {value}")
+    for line in lines():
+        out.print(line)
 
 
 def main() -> None:

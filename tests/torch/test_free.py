@@ -5,6 +5,8 @@ import copy
 import io
 import math
 import pickle
+import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -606,13 +608,35 @@ def test_a_single_backward_is_an_error():
         opt.step(net_closure(opt, net, batch(0), parts=1))
 
 
-def test_gradients_that_are_zeroed_between_the_passes_are_an_error():
+def halve(opt, net):
+    for p in net.parameters():
+        p.grad.mul_(0.5)
+
+
+def zero_data(opt, net):
+    for p in net.parameters():
+        p.grad.data.zero_()
+
+
+EDITS_BETWEEN_PASSES = {
+    "set to None": lambda opt, net: opt.zero_grad(),
+    "set to zero": lambda opt, net: opt.zero_grad(set_to_none=False),
+    "set to zero by the model": lambda opt, net: net.zero_grad(set_to_none=False),
+    "set to zero as data": zero_data,
+    "halved": halve,
+}
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("edit", EDITS_BETWEEN_PASSES.values(), ids=EDITS_BETWEEN_PASSES)
+def test_gradients_that_are_zeroed_or_changed_between_the_passes_are_an_error(edit, parts):
     net = network()
     opt = SGDOLFree(net.parameters())
 
     def closure():
-        for part in batch(0).chunk(2):
-            opt.zero_grad()
+        for index, part in enumerate(batch(0).chunk(parts)):
+            if index:
+                edit(opt, net)
             loss = net(part).square().mean() / 2
             loss.backward()
         return loss
@@ -638,6 +662,117 @@ def test_passes_that_run_inside_one_another_are_an_error():
         outer.backward()
         handle.remove()
         return outer
+
+    with pytest.raises(RuntimeError, match=r"ran backward\(\) 1 time"):
+        opt.step(closure)
+
+
+def clamp(p):
+    p.grad.clamp_(-1e-3, 1e-3)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("edit", ["a hook that clips", "noise", "clipped entries"])
+def test_gradients_that_were_changed_by_more_than_a_factor_are_said(edit, parts):
+    net = network()
+    opt = SGDOLFree(net.parameters())
+    inner = net_closure(opt, net, batch(0), parts=parts)
+    if edit == "a hook that clips":
+        for p in net.parameters():
+            p.register_post_accumulate_grad_hook(clamp)
+
+    def closure():
+        loss = inner()
+        for p in net.parameters():
+            if edit == "noise":
+                p.grad.add_(torch.ones_like(p))
+            if edit == "clipped entries":
+                clamp(p)
+        return loss
+
+    with pytest.warns(UserWarning, match="more than one factor per tensor"):
+        opt.step(closure)
+
+
+def look(p):
+    assert p.grad is not None
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_clipping_the_norm_and_hooks_that_only_look_are_not_worth_a_word(parts):
+    net = network()
+    opt = SGDOLFree(net.parameters())
+    inner = net_closure(opt, net, batch(0), parts=parts)
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(look)
+
+    def closure():
+        loss = inner()
+        nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(15):
+            opt.step(closure)
+
+
+def test_ten_skips_running_are_said_once():
+    net = network()
+    opt = SGDOLFree(net.parameters())
+    bad = net_closure(opt, net, batch(0) * math.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(9):
+            opt.step(bad)
+        opt.step(net_closure(opt, net, batch(0)))
+        for _ in range(9):
+            opt.step(bad)
+    with pytest.warns(UserWarning, match="skipped 10 steps running"):
+        opt.step(bad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(30):
+            opt.step(bad)
+
+
+@pytest.mark.parametrize("option", ["betas", "nesterov", "eps", "lr", "smoothness", "gamma"])
+def test_an_option_of_another_optimizer_is_refused_in_a_sentence(option):
+    with pytest.raises(TypeError, match=rf"SGDOLFree has no option '{option}'(: |; it has momentum)"):
+        SGDOLFree(network().parameters(), **{option: 1})
+
+
+class Meeting(torch.autograd.Function):
+    """Backwards wait for each other here."""
+
+    @staticmethod
+    def forward(ctx, x, barrier):
+        ctx.barrier = barrier
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.barrier.wait(60)
+        return gradient, None
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_passes_that_run_in_two_threads_at_once_are_an_error(alone):
+    net, barrier = network(), threading.Barrier(2)
+    opt = SGDOLFree(net.parameters())
+    parts = batch(0).chunk(3)
+
+    def closure():
+        opt.zero_grad()
+        for part in parts[:alone]:
+            net(part).square().mean().backward()
+        losses = [net[2:](Meeting.apply(net[:2](part), barrier)).square().mean() for part in parts[1:]]
+        threads = [threading.Thread(target=loss.backward) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sum(losses)
 
     with pytest.raises(RuntimeError, match=r"at the same time.*one after the other"):
         opt.step(closure)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sgdol import SGDOL
+from sgdol import SGDOL, SGDOLFree
 
 CASES = [{}, {"granularity": "coordinate"}, {"estimator": "paper", "averaging": 8}]
 options = pytest.mark.parametrize("options", CASES)
@@ -113,8 +113,10 @@ def test_a_parameter_without_numbers_changes_nothing_in_a_metric(passes):
 
 
 def test_fake_tensors_are_refused_by_name():
-    with FakeTensorMode(), pytest.raises(TypeError, match="FakeTensor"):
+    with FakeTensorMode(), pytest.raises(TypeError, match=r"SGDOL cannot train .* FakeTensor"):
         SGDOL(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+    with FakeTensorMode(), pytest.raises(TypeError, match=r"SGDOLFree cannot train .* FakeTensor"):
+        SGDOLFree(torch.nn.Linear(2, 1).parameters())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -133,3 +135,54 @@ def test_compiled_autograd_is_refused_by_name(passes):
         net(torch.randn(3, 4)).square().mean().backward()
     opt.step()
     assert opt.diagnostics()["gradients"] == 2
+
+
+def halves(opt, loss_of, batch):
+    """A closure of two passes."""
+
+    def closure():
+        opt.zero_grad()
+        losses = [loss_of(part) / 2 for part in batch.chunk(2)]
+        for loss in losses:
+            loss.backward()
+        return sum(losses)
+
+    return closure
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled_autograd_is_refused_by_name_without_a_rate():
+    torch._dynamo.reset()
+    net = torch.nn.Linear(4, 1)
+    opt = SGDOLFree(net.parameters())
+    closure = halves(opt, lambda x: net(x).square().mean(), torch.randn(6, 4))
+
+    def compiled():
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            return closure()
+
+    with pytest.raises(NotImplementedError, match="SGDOLFree does not run under compiled autograd"):
+        opt.step(compiled)
+    opt.step(closure)
+    assert opt.diagnostics()["gradients"] == 2
+
+
+def test_lazy_parameters_are_taken_without_a_rate():
+    net = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.Linear(4, 1))
+    opt = SGDOLFree(net.parameters())
+    for _ in range(4):
+        opt.step(halves(opt, lambda x: net(x).square().mean(), torch.randn(6, 3)))
+    assert (opt.diagnostics()["gradients"], opt.diagnostics()["updates"]) == (2, 4)
+
+
+def test_without_a_rate_data_of_another_shape_are_trained_after_a_restart():
+    x = torch.nn.Parameter(torch.ones(3))
+    opt = SGDOLFree([x])
+    closure = halves(opt, lambda part: (x.sum() * part).square().mean(), torch.randn(6))
+    opt.step(closure)
+    x.data = torch.ones(5)
+    with pytest.raises(RuntimeError, match=r"parameter 0 is of torch.Size\(\[5\]\) now.*restart"):
+        opt.step(closure)
+    opt.restart()
+    opt.step(closure)
+    assert opt.diagnostics()["updates"] == 1

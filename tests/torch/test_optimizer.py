@@ -83,6 +83,7 @@ def feed(opt, p, *gradients) -> None:
         ({"lr": torch.tensor([0.1, 0.2])}, ValueError, "Tensor lr must be 1-element.*2,"),
         ({"smoothness": 0.0}, ValueError, "smoothness must be positive and finite, got 0.0"),
         ({"smoothness": math.inf}, ValueError, "smoothness must be positive and finite, got inf"),
+        ({"smoothness": 5e-324}, ValueError, "smoothness must be larger, lr is 1 over it, got 5e-324"),
         ({"lr": 0.1, "alpha": 0.0}, ValueError, "alpha must be None, or positive and finite, got 0.0"),
         ({"lr": 0.1, "alpha": math.nan}, ValueError, "alpha must be None, or positive and finite, got nan"),
         ({"lr": 0.1, "granularity": "layer"}, ValueError, "granularity must be one of 'global', .*, got 'layer'"),

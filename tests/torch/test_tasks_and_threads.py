@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from sgdol import SGDOL
+from sgdol import SGDOL, SGDOLFree
 from sgdol.surrogate import statistics
 
 SMALL, LARGE = 6, 80  # of the large one the weights are measured one by one
@@ -64,6 +64,31 @@ def test_a_module_in_two_reentrant_segments_is_one_contribution_per_backward(opt
     found_count, found = train(Twice(width, True, head_inside), options, width, between)
     assert found_count == count
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("head_inside", [False, True])
+def test_without_a_rate_a_module_in_two_reentrant_segments_is_one_contribution_per_backward(head_inside, parts):
+    found = []
+    for reentrant in (None, True):
+        net = Twice(SMALL, reentrant, head_inside)
+        opt = SGDOLFree(net.parameters())
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(4):
+            batch = torch.randn(parts, 5, SMALL, generator=generator, dtype=torch.float64)
+
+            def closure(opt=opt, net=net, batch=batch):
+                opt.zero_grad()
+                losses = [net(x.clone().requires_grad_()).square().mean() / parts for x in batch]
+                for loss in losses:
+                    loss.backward()
+                return sum(losses)
+
+            opt.step(closure)
+        found.append(opt.diagnostics())
+    assert found[1]["gradients"] == parts
+    assert found[1]["signal_to_noise"] == pytest.approx(found[0]["signal_to_noise"], rel=1e-9)
+    assert found[1]["step_size"] == pytest.approx(found[0]["step_size"], rel=1e-9)
 
 
 def test_a_segment_that_is_shared_only_from_a_later_pass_on_is_said():

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import sgdol
 
-__all__ = ["environment", "installed"]
+__all__ = ["environment", "installed", "lines"]
 
 PACKAGES = (
     "numpy", "array-api-compat", "torch", "jax", "jaxlib", "optax", "xarray", "h5netcdf", "h5py", "matplotlib",
@@ -43,3 +43,8 @@ def environment() -> dict[str, str]:
         "encoding": f"{sys.stdout.encoding}",
     }
     return own | installed(PACKAGES) | machine | {name: os.environ[name] for name in THREADS if name in os.environ}
+
+
+def lines() -> list[str]:
+    """The same as text, a line for each."""
+    return [f"{name:<20} {value}" for name, value in environment().items()]

@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from sgdol.torch._listening import Listening, after_backward
+from sgdol.torch._listening import COMPILED, Listening, after_backward, compiled_autograd, graph_task, outermost
 from sgdol.torch._tensors import wide_dtype
-from sgdol.torch._vectors import Space, Vector, largest, multiply, same
+from sgdol.torch._vectors import BENT, Space, Vector, largest, multiply, same
 from sgdol.torch._world import Finder, Tap, World
 
 __all__ = ["Contributions", "Found"]
@@ -34,6 +36,8 @@ class Found(NamedTuple):
     """The sum of the squares of this rank's own contributions, coordinate by coordinate..."""
     second: Vector | None = None
     """...or, if there are two and they are the sum, the second."""
+    bent: bool = False
+    """Whether gradients have been changed, after their backward, by more than a factor for each tensor."""
 
 
 class Contributions:
@@ -78,7 +82,12 @@ class Contributions:
         self._own.clear()
         self._keeps[0] = self._waits
         self._passes = 0
-        self._zeroed = False
+        self._open: FrameType | None = None
+        self._ended, self._before = True, [*self._counts]
+        self._noted: list[tuple[Tensor, Tensor | None, int]] = []
+        self._nonzero: Tensor | None = None
+        self._edited = self._overlap = self._bent = False
+        self._expected: list[tuple[Tensor, Tensor]] = []
         self._last: tuple[Space, Vector] | None = None
         self._second: Vector | None = None  # what the second of two passes has brought, in the space of the last
         self._squares: tuple[Space, Vector] | None = None
@@ -87,8 +96,14 @@ class Contributions:
     def _attach(self) -> None:
         """Be in front of all accumulators: a parameter whose data change kind has got a new one."""
         world = self._finder.world
-        kinds = [(p.dtype, p.device, p.requires_grad) for p in self._params]
+        kinds = [(p.dtype, p.device, p.requires_grad, None if is_lazy(p) else p.shape) for p in self._params]
         if world is not self._attached_to or kinds != self._kinds:
+            for index, (before, now) in enumerate(zip(self._kinds, kinds, strict=False)):
+                if before[-1] not in (None, now[-1]):
+                    raise RuntimeError(
+                        f"parameter {index} is of {now[-1]} now, and what is known of it of {before[-1]}: call "
+                        "opt.restart(), which forgets everything, to go on with the new one"
+                    )
             self._waits = world.ranks > 1
             for index, (p, tap) in enumerate(zip(self._params, self._taps, strict=True)):
                 if world is not self._attached_to:
@@ -109,28 +124,31 @@ class Contributions:
 
     def found(self, space: Space) -> Found:
         """What the passes have brought the parameters of this space."""
+        if COMPILED in self._running:
+            raise compiled_autograd("SGDOLFree")
+        self._end()
         passes = max(self._counts)
-        if self._zeroed:
+        if self._edited:
             raise RuntimeError(
-                "the gradients were set to zero between the backward passes of the closure, so that .grad is not their "
-                "sum: call opt.zero_grad() once, before the first"
+                "the gradients were changed or set to zero between the backward passes of the closure, so that .grad "
+                "is not their sum: call opt.zero_grad() once, before the first, and clip after the last"
             )
-        if self._last is None:
-            return Found(passes, space.gradients(self.factor, self._name))
+        if self._last is None or self._overlap:
+            return Found(max(passes, 2 * self._overlap), space.gradients(self.factor, self._name))
         untouched = self._last[0] is space and self._untouched()
-        self._left = []  # these are the gradients themselves: whoever sets them to None wants their memory back
+        # These are the gradients themselves: whoever sets them to None wants their memory back.
+        self._left, self._noted = [], []
         if untouched and self._second is not None:
-            return Found(passes, self._last[1], second=self._second)
+            return Found(passes, self._last[1], second=self._second, bent=self._bent)
         self._square()
         if self._squares is None:
             return Found(passes, space.gradients(self.factor, self._name))
         squares, last = space.taken_from(*self._squares), space.taken_from(*self._last)
         if untouched:
-            return Found(passes, last, squares)
+            return Found(passes, last, squares, bent=self._bent)
         g = space.gradients(self.factor, f"{self._name}, rescaled")
-        if not same(g, last):
-            space.rescale(squares, last, g)
-        return Found(passes, g, squares)
+        bent = not same(g, last) and space.rescale(squares, last, g)
+        return Found(passes, g, squares, bent=bent or self._bent)
 
     def _untouched(self) -> bool:
         """Whether ``.grad`` is what the last backward left: by the versions, and GradScaler writes without raising."""
@@ -145,9 +163,9 @@ class Contributions:
     def arrived(self, index: int, gradient: Tensor) -> None:
         """This rank's own gradient of a parameter arrives in the backward that runs now, and will not stay as it is."""
         self._counts[index] += 1
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task not in self._running:
-            self._begin_pass(task)
+            self._begin_task(task)
         _keep(self._own, id(self._params[index]), gradient.to(wide_dtype(gradient.dtype), copy=True))
 
     def begun(self, index: int) -> None:
@@ -156,25 +174,58 @@ class Contributions:
     def reduced(self, index: int) -> None:
         """Of sharded parameters, which are refused."""
 
-    def _begin_pass(self, task: int) -> None:
-        if not self._running:
+    def _begin_task(self, task: int) -> None:
+        """A graph task has reached its first parameter: a backward's own, or one that reentrant checkpointing began."""
+        if torch.compiler.is_compiling():  # compiled autograd traces this
+            self._running.add(COMPILED)
+            return
+        call, inside = outermost()
+        if not self._running and (call is None or self._open is not call):
+            self._end()
             self._keeps[0] = self._waits or self._passes > 0
-            self._zeroed |= self._passes > 0 and all(p.grad is None for p in self._params)
+            self._edited |= self._passes > 0 and self._changed()
+            self._ended = False
+            if self._passes > 0 and not self._waits:
+                self._expected = [(p, g.clone()) for p in self._params if (g := p.grad) is not None and _is_hooked(p)]
+        self._overlap |= self._open not in (None, call)  # in another thread
+        self._open = call
         self._running.add(task)
         if self._waits:  # for what the ranks do at the end of a backward
-            after_backward(lambda: after_backward(lambda: self._close(task)))
+            after_backward(lambda: after_backward(lambda: self._close(task, inside)))
         else:
-            after_backward(lambda: self._close(task))
+            after_backward(lambda: self._close(task, inside))
 
-    def _close(self, task: int) -> None:
-        """The end of a backward, after the ranks' gradients have been averaged."""
+    def _close(self, task: int, inside: bool) -> None:
+        """The end of a graph task, after the ranks' gradients have been averaged."""
         self._running.discard(task)
         if self._running:  # it was part of another
             return
+        self._note()
+        if not inside:  # the end of the backward that this one was inside of is not told unless that brings something
+            self._end()
+
+    def _end(self) -> None:
+        """The backward that was open has ended: what it brought a parameter, in one task or in several, counts once."""
+        if self._ended:
+            return
+        self._counts[:] = [min(now, before + 1) for now, before in zip(self._counts, self._before, strict=True)]
+        self._ended, self._open, self._before = True, None, [*self._counts]
         self._passes += 1
         if self._keeps[0]:
+            self._bent |= any(_differs(p, g, self._own_of(p)) for p, g in self._expected)
             self._look()
             self._own.clear()
+
+    def _note(self) -> None:
+        """What a backward has left, to be compared when the next begins: versions, and whether something is not 0."""
+        self._noted = [(p, g, -1 if g is None else g._version) for p in self._params for g in [p.grad]]
+        self._nonzero = next((p for p in self._params if _is_nonzero(p)), None)
+
+    def _changed(self) -> bool:
+        """Whether ``.grad`` is not what the last backward left. Writing to ``.grad.data`` leaves the version alone."""
+        if any(p.grad is not g or (g is not None and g._version != version) for p, g, version in self._noted):
+            return True
+        return self._nonzero is not None and not _is_nonzero(self._nonzero)
 
     @torch.no_grad()
     def _look(self) -> None:
@@ -215,6 +266,26 @@ class Contributions:
         self._squares = (space, [q.addcmul_(x, x) for q, x in zip(squares, c, strict=True)])
 
 
+def _is_nonzero(p: Tensor) -> bool:
+    """Whether the first numbers of a gradient are not all 0; of an accelerator's, which nobody waits for, no."""
+    g = p.grad
+    if g is None or g.layout != torch.strided or g.device.type != "cpu" or not g.numel():
+        return False
+    return g[(0,) * g.dim()].item() != 0 or bool(g.detach().reshape(-1)[:16].any())  # the first alone is quick
+
+
+def _is_hooked(p: Tensor) -> bool:
+    """Whether something runs as soon as a gradient has been accumulated, and may change it."""
+    return bool(p._post_accumulate_grad_hooks) and p.grad is not None and p.grad.layout == torch.strided
+
+
+@torch.no_grad()
+def _differs(p: Tensor, before: Tensor, own: Tensor | None) -> bool:
+    """Whether ``.grad`` is something else than the sum of what was there and what a backward has brought."""
+    expected = before if own is None else before + own
+    return p.grad is not None and bool((p.grad - expected).norm() > BENT * expected.norm())
+
+
 def _keep(own: dict[int, Tensor], key: int, gradient: Tensor) -> None:
     """Keep what a backward brings a parameter, to which it may bring more."""
     before = own.get(key)
@@ -224,15 +295,15 @@ def _keep(own: dict[int, Tensor], key: int, gradient: Tensor) -> None:
 def _counting(recorder: Contributions, index: int) -> Callable[[Any], None]:
     """A hook that counts, and keeps what a backward brings if that is wanted. It is called often, so it is short."""
     counts, running, keeps, own = recorder._counts, recorder._running, recorder._keeps, recorder._own
-    owner, key, current = weakref.ref(recorder), id(recorder._params[index]), torch._C._current_graph_task_id
+    owner, key = weakref.ref(recorder), id(recorder._params[index])
 
     def hook(gradients: tuple[Tensor | None, ...]) -> None:
         counts[index] += 1
-        task = current()
+        task = graph_task()
         if task not in running:
             alive = owner()
             if alive is not None:
-                alive._begin_pass(task)
+                alive._begin_task(task)
         if keeps[0] and gradients[0] is not None:
             _keep(own, key, gradients[0])
 

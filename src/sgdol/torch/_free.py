@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Never
 
 import torch
 
@@ -17,6 +17,7 @@ from sgdol.torch._base import WatchingOptimizer
 from sgdol.torch._elsewhere import Elsewhere
 from sgdol.torch._evaluations import Evaluation, Evaluator, Here, loss_of, root
 from sgdol.torch._free_options import SHARED, Group, checked, of_this_version, refuse_other_shapes
+from sgdol.torch._remarks import Remarks
 from sgdol.torch._tensors import real_view
 from sgdol.torch._vectors import Space, Vector, dot, numbers
 from sgdol.torch._whereabouts import Whereabouts
@@ -87,8 +88,9 @@ class SGDOLFree(WatchingOptimizer):
         metric: str | metrics.Metric = "rms",
         maximize: bool = False,
         foreach: bool | None = None,
+        **unknown: Never,
     ) -> None:
-        defaults = {
+        given = {
             "momentum": momentum,
             "weight_decay": weight_decay,
             "averaging": averaging,
@@ -96,7 +98,7 @@ class SGDOLFree(WatchingOptimizer):
             "maximize": maximize,
             "foreach": foreach,
         }
-        defaults = checked(defaults)
+        defaults = checked(given, unknown)
         self._settings = Settings()
         self._prepare()
         super().__init__(params, defaults)
@@ -104,6 +106,7 @@ class SGDOLFree(WatchingOptimizer):
     def _prepare(self) -> None:
         """What is not saved: it is found again."""
         super()._prepare()
+        self._remarks = Remarks(self._warn)
         self._calls: Evaluator | None = None
         self._space: Space | None = None
         self._vectors: dict[str, Vector] = {}
@@ -153,8 +156,10 @@ class SGDOLFree(WatchingOptimizer):
             state, here, now = elsewhere.advance(state, here, now)
             if now.finite and state.first_norm > 0:
                 state = self._move(state, here, now)
+                self._remarks.finite()
             elif not now.finite:
                 state = state._replace(skipped=state.skipped + 1)
+                self._remarks.skipped(self.param_groups)
         except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C
             self._evaluator().undo()
             if here is not None:
@@ -220,7 +225,7 @@ class SGDOLFree(WatchingOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; it may bring its own weight_decay."""
         if isinstance(param_group, dict):
-            options = checked({**self.defaults, **param_group})
+            options = checked({**self.defaults, **param_group}, {})
             param_group.update({name: options[name] for name in param_group if name in self.defaults})
             for name in SHARED:
                 if options[name] != self.defaults[name]:
@@ -236,6 +241,7 @@ class SGDOLFree(WatchingOptimizer):
                     f"SGDOLFree does not support DTensor parameters (fully_shard, tensor parallel), got one of shape "
                     f"{tuple(p.shape)}; DistributedDataParallel is supported"
                 )
+        self._refuse_subclasses(self._params())
         first = self.param_groups[0]
         for name in ("rule", "gradients", "unit"):
             if name in first:
@@ -273,7 +279,10 @@ class SGDOLFree(WatchingOptimizer):
             if state.updates >= self._settings.clip_from:
                 usual = root(numbers(dot(squares, inverse))[0] / weight) / self._evaluator().unit
             here = here._replace(inverse=inverse, usual=usual)
-        return here, self._evaluator().measure(here, loss)
+        found = self._evaluator().gradient(here)
+        if found.bent:
+            self._remarks.bent()
+        return here, self._evaluator().measure_found(here, loss, found)
 
     def _move(self, state: State, here: Here, now: Evaluation) -> State:
         """Move along the momentum direction, and learn from the gradients; ``here.x`` goes along. Calls no closure."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from sgdol import metrics
 from sgdol.free import State
 from sgdol.metrics import RMS, Euclidean
-from sgdol.torch._options import check_flag, check_foreach, check_number
+from sgdol.torch._options import INSTEAD, check_flag, check_foreach, check_number, refuse_unknown
 from sgdol.torch._tensors import real_view
 
 __all__ = ["SHARED", "Group", "NoLearningRate", "checked", "of_this_version", "refuse_other_shapes"]
@@ -19,8 +19,13 @@ SHARED = ("momentum", "averaging", "metric", "maximize", "foreach")
 """Options that are the same for all parameter groups: there is one point, one direction, one norm."""
 
 
-def checked(options: dict[str, Any]) -> dict[str, Any]:
-    """The options, numbers as Python's own."""
+NO_RATE = "it chooses every step size itself. Delete the rate, and the scheduler with it"
+
+
+def checked(options: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
+    """The options, numbers as Python's own; those of other optimizers are refused."""
+    instead = {**INSTEAD, "lr": NO_RATE, "learning_rate": NO_RATE, "smoothness": "it measures the smoothness itself"}
+    refuse_unknown(unknown, "SGDOLFree", options, instead)
     if not isinstance(metrics.get(options["metric"]), RMS | Euclidean):
         raise TypeError(f"metric must be Euclidean, RMS or AdaGrad of sgdol.metrics, got {options['metric']!r}")
     at_least_0 = (lambda v: v >= 0), "at least 0 and finite"

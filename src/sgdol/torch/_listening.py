@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Listening", "Recording", "after_backward"]
+__all__ = ["COMPILED", "Listening", "Recording", "after_backward", "compiled_autograd", "graph_task", "outermost"]
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+COMPILED = -2
+"""A graph task that is none: compiled autograd has traced a hook. Nobody can tell then where a backward ends."""
+
+graph_task = torch._C._current_graph_task_id
 
 
 class Recording(Protocol):
@@ -65,3 +74,21 @@ def after_backward(callback: Callable[[], None]) -> None:
     queued by a callback runs after it.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def outermost() -> tuple[FrameType | None, bool]:
+    """The call of the engine that this hook runs in, and whether there is another inside of it that does."""
+    found, depth, frame = None, 0, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _ENGINE:
+            found, depth = frame, depth + 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return found, depth > 1
+
+
+def compiled_autograd(who: str) -> NotImplementedError:
+    """What is raised if passes went by uncounted because autograd was compiled."""
+    return NotImplementedError(
+        f"{who} does not run under compiled autograd, which hides from hooks where a backward() ends: switch it off "
+        "(torch._dynamo.config.compiled_autograd = False). torch.compile of the model itself is fine"
+    )

@@ -7,7 +7,7 @@ may stand in a parameter group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -23,6 +23,7 @@ from sgdol.torch._blocks import GRANULARITIES
 __all__ = [
     "DEFAULTS",
     "DERIVED",
+    "INSTEAD",
     "LEARNED_WITH",
     "OPTIONS",
     "Catalogue",
@@ -83,13 +84,18 @@ INSTEAD = {
 """What to do in place of other optimizers' options."""
 
 
-def refuse_unknown(given: dict[str, Any], name: str) -> None:
+def refuse_unknown(
+    given: dict[str, Any],
+    name: str,
+    options: Iterable[str] = ("smoothness", *OPTIONS),
+    instead: dict[str, str] = INSTEAD,
+) -> None:
     """Refuse arguments that are not there, those of other optimizers with what to do instead."""
     for option in given:
         sentence = f"{name} has no option {option!r}"
-        if option in INSTEAD:
-            raise TypeError(f"{sentence}: {INSTEAD[option]}")
-        raise TypeError(f"{sentence}; it has {', '.join(('smoothness', *OPTIONS))}")
+        if option in instead:
+            raise TypeError(f"{sentence}: {instead[option]}")
+        raise TypeError(f"{sentence}; it has {', '.join(options)}")
 
 
 # One value ------------------------------------------------------------------------------------------------------------
@@ -183,7 +189,9 @@ def checked_rate(options: dict[str, Any], where: str) -> Any:
         raise ValueError(
             f"give {where}lr or smoothness, not both: got lr={lr!r} and smoothness={smoothness!r} (lr = 1/M)"
         )
-    return _check_lr(1.0 / check_number("smoothness", smoothness, lambda v: v > 0, "positive and finite"))
+    number = check_number("smoothness", smoothness, lambda v: v > 0, "positive and finite")
+    check_number("smoothness", smoothness, lambda v: math.isfinite(1 / v), "larger, lr is 1 over it")
+    return _check_lr(1.0 / number)
 
 
 DERIVED = ("kappa", "bias_correction")

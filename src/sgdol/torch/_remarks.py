@@ -60,7 +60,8 @@ class Remarks:
             "something has changed .grad after backward() by more than one factor per tensor (noise that was added, "
             "clamped entries, a post-accumulate hook that clips), so that the noise in it is not known any more, and "
             "the step size is wrong. clip_grad_norm_ after the last backward() is right; Tensor.register_hook, which "
-            "changes each gradient before SGDOL sees it, is right; and so is anything with one backward() per step()."
+            "changes each gradient before it is measured, is right; and for SGDOL so is anything with one backward() "
+            "per step()."
         )
 
     def shared(self) -> None:
@@ -82,7 +83,12 @@ class Remarks:
     def skipped(self, groups: Sequence[dict[str, Any]]) -> None:
         """An update was skipped because a gradient was not finite."""
         self._skips += 1
-        if self._skips == RUNNING:
+        if self._skips == RUNNING and "lr" not in groups[0]:
+            self._say(
+                f"SGDOLFree has skipped {RUNNING} steps running: the loss or gradients are not finite. A step that "
+                "goes too far is taken back, so look at the data, the loss and the precision."
+            )
+        elif self._skips == RUNNING:
             rates = sorted({float(group["lr"]) for group in groups})
             self._say(
                 f"SGDOL has skipped {RUNNING} updates running: gradients are not finite, the training has diverged. "
@@ -90,9 +96,13 @@ class Remarks:
                 "If the very first gradients were not finite, look at the data and the loss."
             )
 
+    def finite(self) -> None:
+        """An update was not skipped."""
+        self._skips = 0
+
     def updated(self, groups: Sequence[dict[str, Any]], step_sizes: Sequence[Any]) -> None:
         """An update was made with these step sizes, known to the host; None where a group took no part."""
-        self._skips = 0
+        self.finite()
         part = [(group, eta) for group, eta in zip(groups, step_sizes, strict=True) if eta is not None]
         if any(eta.tolist() != 0 for _, eta in part) or all(float(group["lr"]) == 0 for group, _ in part):
             self._zeros = 0

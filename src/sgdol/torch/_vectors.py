@@ -20,7 +20,7 @@ from torch import Tensor
 from sgdol.metrics import RMS, Means
 from sgdol.torch._tensors import real_gradient, real_view, wide_dtype
 
-__all__ = ["Space", "Vector", "dot", "largest", "multiply", "norm", "numbers", "same", "total"]
+__all__ = ["BENT", "Space", "Vector", "dot", "largest", "multiply", "norm", "numbers", "same", "total"]
 
 Vector = list[Tensor]
 
@@ -32,6 +32,9 @@ LONG = 1 << 12
 
 FEW = 64
 """How many coordinates of a gradient are compared to notice that it was rescaled."""
+
+BENT = 2**-6
+"""Rounding of bfloat16 is less of a gradient's length than this, and anything else that is matters little."""
 
 
 def multiply(a: Vector, b: Vector, out: Vector) -> Vector:
@@ -293,13 +296,22 @@ class Space:
         for kind, flat in zip(self._kinds, v, strict=True):
             torch._foreach_mul_(kind.pieces(flat), [factors[p] for p in kind.params])
 
-    def rescale(self, squares: Vector, before: Vector, now: Vector) -> None:
-        """Squares of contributions to gradients that have been rescaled since, or written by hand: those are one."""
+    def rescale(self, squares: Vector, before: Vector, now: Vector) -> bool:
+        """Squares of contributions to gradients that have been rescaled since, or written by hand: those are one.
+
+        Returns whether a tensor was changed by more than a factor.
+        """
+        bent = False
         for kind, q, old, new in zip(self._kinds, squares, before, now, strict=True):
-            gradients = kind.pieces(new)
-            norms = zip(torch._foreach_norm(kind.pieces(old)), torch._foreach_norm(gradients), strict=True)
-            for piece, g, (a, b) in zip(kind.pieces(q), gradients, norms, strict=True):
-                torch.mul(g, g, out=piece) if a == 0 else piece.mul_((b / a) ** 2)
+            olds, gradients = kind.pieces(old), kind.pieces(new)
+            norms = zip(torch._foreach_norm(olds), torch._foreach_norm(gradients), strict=True)
+            for piece, g, g_old, (a, b) in zip(kind.pieces(q), gradients, olds, norms, strict=True):
+                if a == 0:
+                    torch.mul(g, g, out=piece)
+                    continue
+                piece.mul_((b / a) ** 2)
+                bent = bent or bool(torch.sub(g, g_old * (b / a)).norm() > BENT * b)
+        return bent
 
     def inverse_diagonal(self, metric: RMS, squares: Vector | None, weight: float, g: Vector) -> Vector:
         """1/D, from the weighted sums of the past squares and of the weights; without a past, from this gradient.

@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from sgdol.torch._geometry import Geometry
-from sgdol.torch._listening import Listening, after_backward
+from sgdol.torch._listening import COMPILED, Listening, after_backward, compiled_autograd, graph_task, outermost
 from sgdol.torch._remarks import Remarks
 from sgdol.torch._sources._large import Large
 from sgdol.torch._sources._measures import Found
-from sgdol.torch._sources._running import COMPILED, Quick, Running, graph_task, outermost, quick_hook, thread
+from sgdol.torch._sources._running import Quick, Running, quick_hook, thread
 from sgdol.torch._sources._slots import Keep, Slot
 from sgdol.torch._sources._small import Small
 from sgdol.torch._world import Finder, local
@@ -112,10 +112,7 @@ class Recorder:
         """Raise if passes went by uncounted because autograd was compiled."""
         if COMPILED in self._quick:
             self.reset()
-            raise NotImplementedError(
-                "SGDOL does not run under compiled autograd, which hides from hooks where a backward() ends: switch it "
-                "off (torch._dynamo.config.compiled_autograd = False). torch.compile of the model itself is fine"
-            )
+            raise compiled_autograd("SGDOL")
 
     def unseen(self, params: list[Tensor]) -> bool:
         """Whether there are gradients that no hook has seen: parameters that are new, unfrozen, or of another type."""

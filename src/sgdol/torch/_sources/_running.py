@@ -7,7 +7,6 @@ there: segments of reentrant checkpointing count as passes of their own, which m
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -15,21 +14,15 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from sgdol.torch._listening import Listening
+from sgdol.torch._listening import COMPILED, Listening, graph_task
 from sgdol.torch._sources._slots import Slot
 from sgdol.torch._world import local
 
-__all__ = ["COMPILED", "Quick", "Running", "graph_task", "outermost", "quick_hook", "thread"]
-
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+__all__ = ["Quick", "Running", "quick_hook", "thread"]
 
 Quick = dict[int, tuple[dict[int, Tensor | None], bool]]
 """By graph task: where gradients that are measured together are kept, and whether they are, or only counted."""
 
-COMPILED = -2
-"""A graph task that is none: compiled autograd has traced a hook. Nobody can tell then where a backward ends."""
-
-graph_task = torch._C._current_graph_task_id
 thread = threading.get_ident
 
 
@@ -92,16 +85,6 @@ class Running:
         """Add to what several tasks bring a slot."""
         known = self.sums.get(index)
         self.sums[index] = gradient if known is None else known + gradient
-
-
-def outermost() -> tuple[FrameType | None, bool]:
-    """The call of the engine that this hook runs in, and whether there is another inside of it that does."""
-    found, depth, frame = None, 0, sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _ENGINE:
-            found, depth = frame, depth + 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return found, depth > 1
 
 
 def quick_hook(
