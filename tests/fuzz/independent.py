@@ -113,8 +113,10 @@ class Independent:
         length = []
         before = [group.momentum_weight for group in self.groups]
         for group in self.groups:
+            if not present & set(group.tensors):
+                continue
             group.moving = group.moving or group.momentum > 0
-            if group.moving and present & set(group.tensors):
+            if group.moving:
                 group.momentum_weight = group.momentum * group.momentum_weight + (1 - group.momentum)
         direction, hindsight = [], []
         for i, c in enumerate(coordinates):

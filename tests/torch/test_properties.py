@@ -428,3 +428,21 @@ def test_microbatches_and_alternating_steps_are_the_same_algorithm(estimator, gr
     pairs = gradients[:, :2]
     options = {"estimator": estimator, "granularity": granularity}
     close(run(pairs, source="alternating", **options), run(pairs, source="microbatches", **options), 1e-12)
+
+
+def test_a_tensor_of_one_number_is_a_coordinate_also_if_it_was_away_when_momentum_began():
+    def trained(granularity):
+        x, y = (torch.nn.Parameter(torch.tensor([v], dtype=torch.float64)) for v in (1.0, -2.0))
+        opt = SGDOL([x, y], lr=6.0, momentum=0.0, granularity=granularity, epoch=2, alpha=0.01)
+        rng = np.random.default_rng(0)
+        for step in range(9):
+            if step == 2:
+                opt.param_groups[0]["momentum"] = 0.9
+            here = [x] if step in (2, 4) else [x, y]
+            for _ in range(2):
+                sum(((p + rng.normal()) ** 2).sum() / 4 for p in here).backward()
+            opt.step()
+            opt.zero_grad()
+        return [x.item(), y.item(), opt.state[y]["learner.h_sum"].item()]
+
+    assert trained("coordinate") == pytest.approx(trained("tensor"), rel=1e-12)

@@ -296,14 +296,15 @@ class Statistics:
         corrected = part.moving and part.group["bias_correction"]
         weight = part.group.get("momentum_weight", 0.0) if corrected else 1.0
         for i in part.rows:
-            p, g = gradients.params[i], gradients.vectors[i]
-            if i not in coordinates or name not in self._state.get(p, ()):
+            if i not in coordinates:
                 continue
-            d = local(self._state[p][name]).to(self._geometry.precision(p, g)) * gradients.scale
-            last = g.to(d.dtype) * (d if part.kept else _quotient(d, weight))
+            p, g, last = gradients.params[i], gradients.vectors[i], coordinates[i].last
+            if name in self._state.get(p, ()):
+                d = local(self._state[p][name]).to(self._geometry.precision(p, g)) * gradients.scale
+                last = g.to(d.dtype) * (d if part.kept else _quotient(d, weight))
             if epochs is not None:
                 low = self._low(coordinates[i], gradients, i, epochs)
-                last = last + low / _positive(weight if isinstance(weight, float) else weight.to(last))
+                last = last + low / _positive(weight if isinstance(weight, float) else weight.to(low))
             coordinates[i] = coordinates[i]._replace(last=last)
         return direction._replace(coordinates=coordinates)
 
