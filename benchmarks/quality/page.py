@@ -117,22 +117,29 @@ def verdicts(rows: Sequence[Summary]) -> list[str]:
 
 
 _HOW = """\
-Every method gets the same budget of gradient evaluations, the same first point, the same batches in the same order
-and the same noise. A gradient evaluation is one pass over one batch: SGDOL's two half batches are one, a look-back is
-another one. The gap is the final training loss on all data over the optimum (over 0 for networks; over a little below
-the best known value for the adult loss, which has many local minima, and below the data's own entropy for densities);
-one number is the geometric mean over problems and seeds of the gap relative to the best tuned method of each problem,
-so 1 would be the best tuned method everywhere and smaller is better. "Over seeds" is the range of the seeds' own
-geometric means. A run that ends with a loss that is not finite or above its start has diverged, and counts as if it had
-stayed at its start, which is the worst possible; a gap below 1e-6 of the start counts as that. "Failed" is the number
-of problems on which most runs are no better than the best constant predictor (than the start, where nothing is
-predicted). The validation rank is the mean rank among all methods of the half, over the problems that keep samples from
-training, by the accuracy on them, or by the loss where nothing is classified; 1 is the best. Learning rates are tuned
-per problem on powers of ten around a unit measured at the first point, with one seed, and reported on others; the grid
-grows where its edge is best. Accuracy is the mean over the networks that classify, on the kept samples. Methods are
-evaluated where they say to be: averages, Schedule-Free's eval mode; BatchNorm's statistics are estimated anew at those
-weights for all. No method uses weight decay, but for AdamW at its defaults. Every run, with its learning rate:
-`quality-runs-*.csv`."""
+How to read the tables:
+
+- **Budget.** Every method gets the same number of gradient evaluations, the same first point, the same batches in the
+  same order and the same noise. An evaluation is one pass over one batch: SGDOL's two half batches are one, a look-back
+  is another one.
+- **Gap.** The final training loss on all data over the optimum (over 0 for networks; over a little below the best known
+  value for the adult loss, which has many local minima, and below the data's own entropy for densities). A run that
+  ends with a loss that is not finite or above its start has diverged, and counts as if it had stayed at its start; a
+  gap below 1e-6 of the start counts as that.
+- **Geometric mean.** Over problems and seeds, of the gap relative to the best tuned method of each problem: 1 would be
+  the best tuned method everywhere, and smaller is better. "Over seeds" is the range of the seeds' own means.
+- **Failed.** On so many problems most runs are no better than the best constant predictor (than the start, where
+  nothing is predicted).
+- **Validation rank.** The mean rank among all methods of the half, over the problems that keep samples from training,
+  by the accuracy on them, or by the loss where nothing is classified; 1 is the best. Accuracy is the mean over the
+  networks that classify.
+- **Tuning.** Learning rates are tuned per problem on powers of ten around a unit measured at the first point, with one
+  seed, and reported on others; the grid grows where its edge is best. No method uses weight decay, but for AdamW at its
+  defaults.
+- **Where.** Methods are evaluated where they say to be: averages, Schedule-Free's eval mode; BatchNorm's statistics are
+  estimated anew at those weights for all.
+
+Every run, with its learning rate: `quality-runs-*.csv`."""
 
 
 def markdown(lines: Sequence[Line], information: dict[str, dict[str, Any]]) -> str:
