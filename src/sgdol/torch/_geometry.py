@@ -98,9 +98,8 @@ class Geometry:
             if self.plain:
                 return squared_norms(a, like)
             return stacked([self.norm(p, g) for p, g in zip(params, a, strict=True)], like).square_()
-        if not self.plain:
-            b = [self.sharp(p, y) for p, y in zip(params, b, strict=True)]
-        return stacked([inner(x, y) for x, y in zip(a, b, strict=True)], like)
+        # One by one: D^-1 y is new memory, which must not grow with the model.
+        return stacked([inner(x, self.sharp(p, y)) for p, x, y in zip(params, a, b, strict=True)], like)
 
     # One number per coordinate ----------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.nn import Parameter
+
+from sgdol.torch._world import ORDINARY
 
 __all__ = ["LARGEST", "Pack", "pack"]
 
@@ -18,8 +19,6 @@ LARGEST = 1 << 12
 
 FEWEST = 12
 """Fewer small tensors than this are quicker one by one."""
-
-_ORDINARY = frozenset({Tensor, Parameter})
 
 
 class Pack:
@@ -86,7 +85,7 @@ def pack(tensors: Sequence[Tensor], like: Tensor) -> tuple[Pack | None, list[int
     dtype = tensors[0].dtype
     for i, t in enumerate(tensors):
         size = t.numel()
-        if 0 < size <= LARGEST and type(t) in _ORDINARY and t.dtype == dtype and t.is_cpu:
+        if 0 < size <= LARGEST and type(t) in ORDINARY and t.dtype == dtype and t.is_cpu:
             rows.append(i)
             sizes.append(size)
         else:

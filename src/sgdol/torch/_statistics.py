@@ -77,6 +77,8 @@ class _Part(NamedTuple):
     euclidean: bool
     kept: bool
     """Whether the last direction has been kept: hindsight needs it, and there was no momentum yet that is it."""
+    keeps: bool
+    """Whether this direction is to be kept: see :meth:`Statistics.keeps_direction`."""
 
     @property
     def beta(self) -> float:
@@ -92,11 +94,6 @@ class _Part(NamedTuple):
     def counts(self) -> bool:
         """Whether anybody wants to know a product of its momenta or of its last directions."""
         return self.direct or self.asking
-
-    @property
-    def keeps(self) -> bool:
-        """Whether this direction is to be kept: hindsight will need it, and the momentum is not it."""
-        return self.asking and not (self.moving and self.euclidean)
 
 
 class _Found(NamedTuple):
@@ -158,10 +155,10 @@ class Statistics:
             if part.asking and direction.coordinates:
                 direction = self._with_last(direction, gradients, part, epochs)
             if part.moving:
-                direction, products = self._with_momentum(direction, gradients, part, epochs, ok)
+                direction, mine = self._with_momentum(direction, gradients, part, epochs, ok)
             else:
-                products = self._without_momentum(gradients, part)
-            found.append(products)
+                mine = _Found(Products(*[self._with_kept(gradients, part)] * 3), 1.0, 1.0)
+            found.append(mine)
         return self._with_numbers(direction, gradients, parts, found, epochs)
 
     def remember(self, direction: Direction, group_of: list[int], ok: Tensor | None) -> None:
@@ -188,7 +185,8 @@ class Statistics:
             group, euclidean = self._groups[place], self._geometry.euclidean(params[start])
             moving, asking = uses_momentum(group), self._hindsight(group)
             kept = asking and not (euclidean and "momentum_weight" in group)
-            parts.append(_Part(place, group, range(start, stop), moving, asking, euclidean, kept))
+            keeps = self.keeps_direction(params[start], group)
+            parts.append(_Part(place, group, range(start, stop), moving, asking, euclidean, kept, keeps))
             start = stop
         return parts
 
@@ -201,14 +199,15 @@ class Statistics:
 
     # One number per parameter -----------------------------------------------------------------------------------------
 
-    def _without_momentum(self, gradients: Gradients, part: _Part) -> _Found:
+    def _with_kept(self, gradients: Gradients, part: _Part) -> Tensor:
+        """<gbar_t, d_{t-1}> of each parameter whose last direction is kept, of this rank's pieces; else 0."""
         numbers = gradients.u.new_zeros(len(part.rows))
         known = [i for i in part.rows if "direction" in self._state.get(gradients.params[i], ())] if part.asking else []
         if known:
             directions = [local(self._state[gradients.params[i]]["direction"]) for i in known]
             pairings = self._geometry.pairings([gradients.vectors[i] for i in known], directions, numbers)
             numbers[[i - part.rows.start for i in known]] = pairings * gradients.scale
-        return _Found(Products(numbers, numbers, numbers), 1.0, 1.0)
+        return numbers
 
     def _with_momentum(
         self, direction: Direction, gradients: Gradients, part: _Part, epochs: Epochs | None, ok: Tensor | None
@@ -234,7 +233,7 @@ class Statistics:
         elif part.euclidean:
             products = advance(self._geometry, params, momenta, means, part.beta, like, ok)
             if part.kept:  # its first momentum
-                products = products._replace(last=self._without_momentum(gradients, part).products.last)
+                products = products._replace(last=self._with_kept(gradients, part))
         else:
             kept = [self._kept(p, m) for p, m in zip(params, momenta, strict=True)] if part.keeps else None
             products = advance_in_metric(self._geometry, params, momenta, means, kept, part.beta, scale, like, ok)

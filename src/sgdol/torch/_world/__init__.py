@@ -13,6 +13,7 @@ from sgdol.torch._world._alone import Alone, Listener, Own, Tap, World
 from sgdol.torch._world._ddp import DataParallel, Unwrapped, find_wrapper, several, wrappings
 from sgdol.torch._world._fsdp import Sharded
 from sgdol.torch._world._pieces import (
+    ORDINARY,
     fitted,
     is_sharded,
     like_parameter,
@@ -24,6 +25,7 @@ from sgdol.torch._world._pieces import (
 )
 
 __all__ = [
+    "ORDINARY",
     "Finder",
     "Listener",
     "Own",

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from sgdol.torch._tensors import real_gradient, real_view
 
 __all__ = [
+    "ORDINARY",
     "fitted",
     "is_sharded",
     "like_parameter",
@@ -28,13 +29,13 @@ __all__ = [
     "whole",
 ]
 
-_ORDINARY = frozenset({Tensor, Parameter})
+ORDINARY = frozenset({Tensor, Parameter})
 """What most tensors are: these are let through first, on the way of every parameter in every step."""
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether this is a DTensor: a piece of a tensor that several ranks have together."""
-    return type(tensor) not in _ORDINARY and hasattr(tensor, "device_mesh")
+    return type(tensor) not in ORDINARY and hasattr(tensor, "device_mesh")
 
 
 def whole(tensor: Tensor) -> Any:
@@ -44,14 +45,14 @@ def whole(tensor: Tensor) -> Any:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's piece, for reading and writing; an ordinary tensor is its own piece. To be called without grad."""
-    if type(tensor) in _ORDINARY:
+    if type(tensor) in ORDINARY:
         return tensor
     return whole(tensor).to_local() if is_sharded(tensor) else plain(tensor)
 
 
 def plain(tensor: Tensor) -> Tensor:
     """The same memory without a subclass that only adds methods; one with kernels of its own stays what it is."""
-    bare = type(tensor) not in _ORDINARY and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    bare = type(tensor) not in ORDINARY and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
     return tensor.as_subclass(Tensor) if bare else tensor
 
 
@@ -68,14 +69,14 @@ def placed_like(tensor: Tensor, owner: Tensor) -> Tensor:
 def local_gradient(param: Tensor) -> Tensor:
     """This rank's piece of the parameter's gradient, zero if it has none in this step."""
     grad = param.grad
-    if type(grad) in _ORDINARY:
+    if type(grad) in ORDINARY:
         return grad  # type: ignore[return-value]
     return torch.zeros_like(local(param)) if grad is None else plain(placed_like(grad, param))
 
 
 def real_pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
     """This rank's pieces of many tensors, complex numbers seen as pairs of real ones."""
-    if {type(t) for t in tensors} <= _ORDINARY and not any(t.dtype.is_complex for t in tensors):
+    if {type(t) for t in tensors} <= ORDINARY and not any(t.dtype.is_complex for t in tensors):
         return list(tensors)
     return [real_view(local(t)) for t in tensors]
 
