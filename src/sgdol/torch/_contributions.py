@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from sgdol.torch._listening import COMPILED, Listening, after_backward, compiled_autograd, graph_task, outermost
 from sgdol.torch._tensors import wide_dtype
-from sgdol.torch._vectors import BENT, Space, Vector, largest, multiply, same
+from sgdol.torch._vectors import APART, Space, Vector, largest, multiply, same
 from sgdol.torch._world import Finder, Tap, World
 
 __all__ = ["Contributions", "Found"]
@@ -283,7 +283,7 @@ def _is_hooked(p: Tensor) -> bool:
 def _differs(p: Tensor, before: Tensor, own: Tensor | None) -> bool:
     """Whether ``.grad`` is something else than the sum of what was there and what a backward has brought."""
     expected = before if own is None else before + own
-    return p.grad is not None and bool((p.grad - expected).norm() > BENT * expected.norm())
+    return p.grad is not None and bool((p.grad - expected).norm() > APART * expected.norm())
 
 
 def _keep(own: dict[int, Tensor], key: int, gradient: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from sgdol.metrics import RMS, Means
 from sgdol.torch._tensors import real_gradient, real_view, wide_dtype
 
-__all__ = ["BENT", "Space", "Vector", "dot", "largest", "multiply", "norm", "numbers", "same", "total"]
+__all__ = ["APART", "Space", "Vector", "dot", "largest", "multiply", "norm", "numbers", "same", "total"]
 
 Vector = list[Tensor]
 
@@ -33,7 +33,7 @@ LONG = 1 << 12
 FEW = 64
 """How many coordinates of a gradient are compared to notice that it was rescaled."""
 
-BENT = 2**-6
+APART = 2**-6
 """Rounding of bfloat16 is less of a gradient's length than this, and anything else that is matters little."""
 
 
@@ -310,7 +310,7 @@ class Space:
                     torch.mul(g, g, out=piece)
                     continue
                 piece.mul_((b / a) ** 2)
-                bent = bent or bool(torch.sub(g, g_old * (b / a)).norm() > BENT * b)
+                bent = bent or bool(torch.sub(g, g_old * (b / a)).norm() > APART * b)
         return bent
 
     def inverse_diagonal(self, metric: RMS, squares: Vector | None, weight: float, g: Vector) -> Vector:
