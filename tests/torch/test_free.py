@@ -742,6 +742,11 @@ def test_an_option_of_another_optimizer_is_refused_in_a_sentence(option):
         SGDOLFree(network().parameters(), **{option: 1})
 
 
+def test_a_rate_in_the_place_where_other_optimizers_have_it_is_refused_in_a_sentence():
+    with pytest.raises(TypeError, match="SGDOLFree has no option 'lr': it chooses every step size itself"):
+        SGDOLFree([torch.nn.Parameter(torch.zeros(2))], 1e-3)
+
+
 class Meeting(torch.autograd.Function):
     """Backwards wait for each other here."""
 

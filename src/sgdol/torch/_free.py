@@ -81,7 +81,7 @@ class SGDOLFree(WatchingOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        *,
+        *rate: Never,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         averaging: float = 8.0,
@@ -98,7 +98,7 @@ class SGDOLFree(WatchingOptimizer):
             "maximize": maximize,
             "foreach": foreach,
         }
-        defaults = checked(given, unknown)
+        defaults = checked(given, {"lr": rate[0], **unknown} if rate else unknown)  # as in Adam(params, 1e-3)
         self._settings = Settings()
         self._prepare()
         super().__init__(params, defaults)
