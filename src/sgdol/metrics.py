@@ -1,7 +1,7 @@
-r"""The norm in which lengths are taken: Euclid's, or one that a diagonal makes of past gradients.
+r"""The norm in which lengths are taken: Euclid's, or one that is made of past gradients.
 
-With :math:`D_t > 0` a diagonal that is known before step t, lengths of points are taken in D and lengths of gradients
-in :math:`D^{-1}`. The surrogate's numbers and the direction become
+With :math:`D_t` a positive definite operator that is known before step t, lengths of points are taken in D and lengths
+of gradients in :math:`D^{-1}`. The surrogate's numbers and the direction become
 
 .. math:: n = \langle \bar g, D^{-1} \bar g\rangle, \qquad u = \text{mean of } \langle g_i, D^{-1} g_j\rangle, i \ne j,
     \qquad d = D^{-1} \bar g,
@@ -10,15 +10,16 @@ and where :math:`f(x + s) \le f(x) + \langle\nabla f(x), s\rangle + \frac M2 \|s
 proved for Euclid's norm holds word for word in the dual norm (:mod:`sgdol.theory`): :math:`E_t \langle\nabla f,
 D_t^{-1}\bar g\rangle = \|\nabla f\|^2_{D_t^{-1}} = E_t u` because :math:`D_t` is fixed given the past.
 
-A metric is a small immutable object; what it remembers of one tensor is a named tuple. A tensor's diagonal also needs
-two means that run over more than its own coordinates (:class:`Means`): front ends take them, over whatever ranks or
-devices the parameters are spread. A new metric is one class here and its formula in :mod:`sgdol.reference`.
+A metric is a small immutable object. What it remembers of one tensor is a named tuple of arrays, of any shapes. Its
+:meth:`~Metric.operator` makes D of the coming step of that; nobody outside needs to know what D looks like. D may need
+two means that run over more than its own tensor (:class:`Means`): front ends take them, over whatever ranks or devices
+the parameters are spread. A new metric is one class here and its formula in :mod:`sgdol.reference`.
 
 >>> import numpy as np
 >>> metric, g = RMS(), np.array([3.0, 4.0])
 >>> state = metric.observe(metric.initial(np.zeros(2)), g)
 >>> mean = metric.mean_square(state, g)
->>> metric.sharp(state, Means(mean, mean), g).round(2)  # D is (3, 4)/sqrt(12.5): nearly the sign of g
+>>> metric.operator(state, Means(mean, mean)).sharp(g).round(2)  # D is (3, 4)/sqrt(12.5): nearly the sign of g
 array([3.53, 3.54])
 """
 
@@ -27,16 +28,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from sgdol._numbers import hypot, namespace, ratio, sqrt, where
+from sgdol._numbers import namespace, ratio, sqrt, where
 
-__all__ = ["METRICS", "RMS", "AdaGrad", "Euclidean", "Means", "Metric", "Roots", "get", "is_scale_free"]
+__all__ = [
+    "METRICS",
+    "RMS",
+    "AdaGrad",
+    "Diagonal",
+    "Euclidean",
+    "Identity",
+    "Means",
+    "Metric",
+    "Operator",
+    "Squares",
+    "get",
+    "is_diagonal",
+    "is_scale_free",
+]
 
 Array = Any
 State = Any
 
 
 class Means(NamedTuple):
-    """What a tensor's diagonal needs besides its own coordinates' history."""
+    """What D of a tensor may need besides the tensor's own history."""
 
     tensor: Array
     """The mean of the squares (:meth:`Metric.mean_square`) over the tensor."""
@@ -44,33 +59,46 @@ class Means(NamedTuple):
     """The same over all coordinates of all tensors."""
 
 
-class Roots(NamedTuple):
+class Squares(NamedTuple):
     """What a diagonal metric remembers of one tensor."""
 
-    root: Array
-    """The root of the weighted sum of the squared gradients: it has the gradients' own range, which squares leave."""
+    square: Array
+    """v, the weighted sum of the squared gradients."""
     weight: Array
-    """The sum of the weights; 0 while no gradient has been seen."""
+    """w, the sum of the weights; 0 while no gradient has been seen."""
+
+
+class Operator(Protocol):
+    """D of one tensor in one step."""
+
+    def sharp(self, gradient: Array) -> Array:
+        """From a gradient to a direction: D^-1 g."""
+        ...
+
+    def flat(self, vector: Array) -> Array:
+        """From a direction to a gradient: D v."""
+        ...
 
 
 @runtime_checkable
 class Metric(Protocol):
-    """What a metric is: D of one tensor, from its past."""
+    """Makes D of one tensor, from the tensor's past gradients.
+
+    A metric that sets ``diagonal = True`` promises that D is a diagonal matrix, which step sizes per coordinate and
+    sharded tensors need. One that sets ``scale_free = True`` promises that D does not change if all gradients are
+    multiplied by a number.
+    """
 
     def initial(self, zero: Array) -> State:
-        """Before any gradient; ``zero`` has the tensor's shape, in float32 or wider."""
+        """Before any gradient: a named tuple of arrays; ``zero`` has the tensor's shape, in float32 or wider."""
         ...
 
     def mean_square(self, state: State, gradient: Array) -> Array:
         """The mean of the squares that D is made of; of a tensor without a past, those of the present gradient."""
         ...
 
-    def sharp(self, state: State, means: Means, gradient: Array) -> Array:
-        """From a gradient to a direction: D^-1 g."""
-        ...
-
-    def flat(self, state: State, means: Means, vector: Array) -> Array:
-        """From a direction to a gradient: D v."""
+    def operator(self, state: State, means: Means) -> Operator:
+        """D of the coming step."""
         ...
 
     def observe(self, state: State, gradient: Array) -> State:
@@ -79,13 +107,46 @@ class Metric(Protocol):
 
 
 @dataclass(frozen=True)
+class Identity:
+    """D = 1."""
+
+    def sharp(self, gradient: Array) -> Array:
+        """The gradient itself."""
+        return gradient
+
+    def flat(self, vector: Array) -> Array:
+        """The vector itself."""
+        return vector
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """D is a diagonal matrix.
+
+    Args:
+        values: of its diagonal, positive, in the tensor's shape.
+    """
+
+    values: Array
+
+    def sharp(self, gradient: Array) -> Array:
+        """Each coordinate divided by its value."""
+        return gradient / self.values
+
+    def flat(self, vector: Array) -> Array:
+        """Each coordinate times its value."""
+        return vector * self.values
+
+
+@dataclass(frozen=True)
 class Euclidean:
     """The paper's norm: D = 1, and nothing to remember.
 
-    >>> Euclidean().sharp((), Means(1.0, 1.0), 3.0)
+    >>> Euclidean().operator((), Means(1.0, 1.0)).sharp(3.0)
     3.0
     """
 
+    diagonal: ClassVar[bool] = True
     scale_free: ClassVar[bool] = True
 
     def initial(self, zero: Array) -> tuple[()]:
@@ -96,13 +157,9 @@ class Euclidean:
         """Not used: D needs no means."""
         return 1.0
 
-    def sharp(self, state: tuple[()], means: Means, gradient: Array) -> Array:
-        """The gradient itself."""
-        return gradient
-
-    def flat(self, state: tuple[()], means: Means, vector: Array) -> Array:
-        """The vector itself."""
-        return vector
+    def operator(self, state: tuple[()], means: Means) -> Identity:
+        """The identity."""
+        return Identity()
 
     def observe(self, state: tuple[()], gradient: Array) -> tuple[()]:
         """Nothing."""
@@ -134,6 +191,7 @@ class RMS:
     tensor: float = 0.01
     overall: float = 1e-4
 
+    diagonal: ClassVar[bool] = True
     scale_free: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -149,41 +207,31 @@ class RMS:
         """The least that D can be: see :func:`sgdol.theory.in_metric`."""
         return (self.overall / (1 + self.overall)) ** 0.5
 
-    def initial(self, zero: Array) -> Roots:
+    def initial(self, zero: Array) -> Squares:
         """No gradient yet."""
-        return Roots(zero, 0.0)
+        return Squares(zero, 0.0)
 
-    def mean_square(self, state: Roots, gradient: Array) -> Array:
+    def mean_square(self, state: Squares, gradient: Array) -> Array:
         """mean(v)/w, or the mean of the present squares if there is no past."""
-        xp = namespace(state.root)
-        past, present = xp.mean(state.root * state.root), xp.mean(gradient * gradient)
+        xp = namespace(state.square)
+        past, present = xp.mean(state.square), xp.mean(gradient * gradient)
         return where(state.weight > 0, ratio(past, state.weight, 1.0), present)
 
     def coefficients(self, weight: Array, means: Means) -> tuple[Array, Array]:
-        """(a, c) of D = hypot(a root, c); numbers, or one entry per tensor. Where all is 0 so far, D is 1."""
+        """(a, c) of D^2 = a v + c; numbers, or one entry per tensor. Where all is 0 so far, D is 1."""
         overall = where(means.overall > 0, means.overall, 1.0)
-        share = means.tensor / overall
         total = (weight + self.tensor) * (1 + self.overall)
-        a = 1 / (sqrt(total) * sqrt(overall))
-        square = self.tensor * share / total + self.overall / (1 + self.overall)
-        return a, sqrt(where(means.overall > 0, square, 1.0))
+        c = self.tensor * (means.tensor / overall) / total + self.overall / (1 + self.overall)
+        return 1 / (total * overall), where(means.overall > 0, c, 1.0)
 
-    def diagonal(self, state: Roots, means: Means) -> Array:
-        """D of the tensor."""
+    def operator(self, state: Squares, means: Means) -> Diagonal:
+        """The diagonal D."""
         a, c = self.coefficients(state.weight, means)
-        return hypot(a * state.root, c)
+        return Diagonal(sqrt(a * state.square + c))
 
-    def sharp(self, state: Roots, means: Means, gradient: Array) -> Array:
-        """D^-1 g."""
-        return gradient / self.diagonal(state, means)
-
-    def flat(self, state: Roots, means: Means, vector: Array) -> Array:
-        """D v."""
-        return vector * self.diagonal(state, means)
-
-    def observe(self, state: Roots, gradient: Array) -> Roots:
+    def observe(self, state: Squares, gradient: Array) -> Squares:
         """Add the square of the gradient."""
-        return Roots(hypot(self.decay**0.5 * state.root, gradient), self.decay * state.weight + 1)
+        return Squares(self.decay * state.square + gradient * gradient, self.decay * state.weight + 1)
 
 
 @dataclass(frozen=True)
@@ -195,6 +243,11 @@ class AdaGrad(RMS):
     """
 
     decay: float = 1.0
+
+
+def is_diagonal(metric: Metric) -> bool:
+    """Whether the metric promises that D is a diagonal matrix (``diagonal = True``)."""
+    return bool(getattr(metric, "diagonal", False))
 
 
 def is_scale_free(metric: Metric) -> bool:
@@ -221,5 +274,7 @@ def get(metric: str | Metric) -> Metric:
             raise ValueError(f"metric must be one of {', '.join(map(repr, METRICS))} or an object, got {metric!r}")
         return METRICS[metric]
     if isinstance(metric, type) or not isinstance(metric, Metric):
-        raise TypeError(f"metric must be a name or an object with initial, sharp, flat and observe, got {metric!r}")
+        raise TypeError(
+            f"metric must be a name or an object with initial, mean_square, operator and observe, got {metric!r}"
+        )
     return metric
