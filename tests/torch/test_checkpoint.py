@@ -18,6 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from sgdol import SGDOL
 from sgdol.learners import FTRL
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:SGDOL got one backward",  # pairs are among what is tested
+    "ignore:torch.distributed is disabled, unavailable or uninitialized",  # torch's, of a single process
+)
+
 STEPS, SAVED, PARTS = 6, 3, 4
 """An odd number of steps before saving: in the middle of a pair, for runs that take pairs."""
 

@@ -56,6 +56,8 @@ def single_process(
     step_sizes = []
     for step in range(STEPS):
         every = batches(step, world * microbatches)
+        if options.get("estimator") == "paper":
+            every = [torch.cat(every)]  # a pair is made of the means over the ranks of two steps
         for x in every:
             (objective(net, x) / len(every)).backward()
         if clip:
@@ -193,6 +195,7 @@ CASES: dict[int, dict[str, tuple[dict, int]]] = {
             8,
         ),
         "epochs": ({"epoch": 3}, 8),
+        "paper": ({"estimator": "paper", "momentum": 0.0}, 0),
     },
     4: {
         "global, clipped": ({"clip": 0.5}, 8),
@@ -229,8 +232,8 @@ def test_ranks_are_the_microbatches_of_one_process(results):
         microbatches, branches = settings.get("microbatches", 1), settings.get("branches", False)
         params, step_sizes = single_process(world, microbatches, settings.get("clip"), branches, options)
         found = ranks[0][name]
-        assert found["gradients"] == world * microbatches, name
-        torch.testing.assert_close(found["params"], params, rtol=1e-10, atol=1e-12)
+        assert found["gradients"] == (2 if name == "paper" else world * microbatches), name
+        torch.testing.assert_close(found["params"], params, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
         assert found["step_sizes"] == pytest.approx(step_sizes, rel=1e-10), name
         # Measured: 0.93 at most. At the end a multiplier that clips at 2 may have risen again.
         assert min(step_sizes) < 0.95 * step_sizes[0], f"{name}: nothing was learned that could have been wrong"
@@ -244,7 +247,7 @@ def test_the_extra_communication_is_one_small_sum(results):
         if settings.get("branches"):
             used = [batches(step, world * settings.get("microbatches", 1)) for step in range(STEPS)]
             wanted = [numbers + 2 if any(x[0, 0] > 0 for x in every) else numbers // 2 + 2 for every in used]
-        assert ranks[0][name]["reduced"] == wanted, name
+        assert ranks[0][name]["reduced"] == (wanted if numbers else []), name
 
 
 def test_compressed_gradients_change_no_more_than_their_rounding(results):

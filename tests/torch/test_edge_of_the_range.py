@@ -26,7 +26,7 @@ OPTIONS = {
 def trajectory(scale: float, dtype: torch.dtype, passes: int, options: dict) -> tuple[torch.Tensor, list[float], dict]:
     """Noisy gradients of scale * ||x||^2/2 with the rate lr / scale: where it ends, and scale * eta of each step."""
     torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(size, dtype=dtype)) for size in (6, 5000)]
+    params = [torch.nn.Parameter(torch.randn(size, dtype=dtype)) for size in (6, 20_000)]
     opt = SGDOL(params, lr=0.1 / scale, **options)
     step_sizes = []
     for _ in range(STEPS):
@@ -39,11 +39,13 @@ def trajectory(scale: float, dtype: torch.dtype, passes: int, options: dict) -> 
     return torch.cat([p.detach() for p in params]), step_sizes, opt.diagnostics()
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "passes"), [(name, k) for name in OPTIONS for k in (1, 2) if (name, k) != ("paper", 2)]
+)
 @pytest.mark.parametrize("power", [-100, -60, 60, 100, -498, 498])
-def test_the_trajectory_is_the_scaled_one(power, options, passes):
+def test_the_trajectory_is_the_scaled_one(power, name, passes):
     """Powers of two, so that nothing is rounded but sums; float32's lose about 1e-6 of u, which is a difference."""
+    options = OPTIONS[name]
     dtype = torch.float32 if abs(power) <= 100 else torch.float64  # 1e-30 to 1e30, 1e-150 to 1e150
     expected, etas, plain = trajectory(1.0, dtype, passes, options)
     found, scaled_etas, extreme = trajectory(2.0**power, dtype, passes, options)

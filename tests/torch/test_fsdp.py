@@ -219,7 +219,7 @@ def by_hand(net, opt, parts, share) -> None:
             (objective(net, x) * share).backward()
         for p in net.parameters():
             p.grad = p.grad.clone()
-        opt._recorder.reset()
+        opt._passes.reset()
         opt.step()
         opt.zero_grad()
 
@@ -227,7 +227,6 @@ def by_hand(net, opt, parts, share) -> None:
 PROGRAMS: dict[str, tuple[Callable, dict]] = {
     "rescaled between": (rescaled_between, {}),
     "rescaled between, coordinate": (rescaled_between, {"granularity": "coordinate"}),
-    "rescaled between, paper": (rescaled_between, {"estimator": "paper"}),
     "closure": (by_closure, {}),
     "infinities": (with_infinities, {}),
     "averages": (evaluated, {"averaging": 2, "granularity": "tensor"}),
@@ -395,7 +394,6 @@ CASES: dict[int, dict[str, tuple[dict, str]]] = {
             REDUCED,
         ),
         "paper": ({"estimator": "paper", "momentum": 0.9}, PAIRS),
-        "paper, two microbatches, clipped": ({"estimator": "paper", "microbatches": 2, "clip": 0.5}, REDUCED),
         "paper, coordinate": ({"estimator": "paper", "granularity": "coordinate", "several": True}, PAIRS),
         "tensor parallel": ({"kind": "tensor parallel", "momentum": 0.9}, PAIRS),
         "tensor parallel, two microbatches": ({"kind": "tensor parallel", "microbatches": 2}, NORMS),
@@ -419,10 +417,9 @@ CASES: dict[int, dict[str, tuple[dict, str]]] = {
 }
 """For each number of ranks: the settings of a run, and where its independent gradients come from."""
 
-SUMS = {"gradients": 1, "coordinate": 1, "paper": 1, "products": 1, "metric": 1}
+SUMS = {"gradients": 1, "coordinate": 1, "products": 1, "metric": 1}
 """All-reduces of an update: for the gradients' statistics, and what each of these adds. Coordinates to show what they
-did; the paper's estimator on microbatches to see if they were cut; products with the
-momentum and with the last direction together; a metric for the mean that normalises it."""
+did; products with the momentum and with the last direction together; a metric for the mean that normalises it."""
 
 ENGINE = ("kind", "microbatches", "sync", "clip", "several", "policy", "divide")
 """Settings that are not the optimizer's."""
@@ -499,7 +496,6 @@ def test_an_update_communicates_a_few_sums_and_nothing_else(results):
         needs = {
             "gradients": True,
             "coordinate": settings.get("granularity") == "coordinate",
-            "paper": settings.get("estimator") == "paper" and source != PAIRS,
             "products": (bool(settings.get("momentum", 0.9)) and settings.get("statistics") != "gradient")
             or not isinstance(settings.get("learner"), FTRL),
             "metric": "metric" in settings,
@@ -513,7 +509,7 @@ def test_an_update_communicates_a_few_sums_and_nothing_else(results):
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_programs_do_the_same_on_ranks_as_in_one_process(two, name):
     wanted = run_program(name, model(), lambda step, i: batches(step, 4)[2 * i : 2 * i + 2], 0.5)
-    if PROGRAMS[name][1].get("granularity") == "coordinate" or name in ("by hand", "rescaled between, paper"):
+    if PROGRAMS[name][1].get("granularity") == "coordinate" or name == "by hand":
         # Where the mean over the ranks is one gradient.
         wanted = run_program(name, model(), lambda step, i: [torch.cat(batches(step, 4)[2 * i : 2 * i + 2])], 1.0)
     for rank in two:

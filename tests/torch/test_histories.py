@@ -13,7 +13,7 @@ import torch
 
 from sgdol import SGDOL
 
-SIZES = (3, 5000, 7, 6000, 4096)
+SIZES = (3, 17_000, 7, 20_000, 4096)
 
 
 class Ledger:

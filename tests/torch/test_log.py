@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from closures import closure_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
@@ -122,15 +123,7 @@ def test_the_optimizer_that_measures_the_smoothness_is_logged_too():
     generator, log = torch.Generator().manual_seed(0), Log(every=1)
     for _ in range(5):
         noise = torch.randn(2, 3, generator=generator)
-
-        def closure(noise=noise):
-            opt.zero_grad()
-            losses = [((x * x).sum() / 2 + row @ x) / 2 for row in noise]
-            for loss in losses:
-                loss.backward()
-            return sum(loss.detach() for loss in losses)
-
-        opt.step(closure)
+        opt.step(closure_of(opt, lambda noise=noise: (((x * x).sum() / 2 + row @ x) / 2 for row in noise)))
         log(opt)
     found = opt.diagnostics()
     assert log.history[-1] == {

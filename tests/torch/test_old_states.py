@@ -12,6 +12,8 @@ import torch
 from sgdol import PAPER, SGDOL
 from sgdol.learners import FTRL, OnlineGradientDescent
 
+pytestmark = pytest.mark.filterwarnings("ignore:SGDOL got one backward")  # states of pairs
+
 SAVED = torch.load(Path(__file__).parent / "data" / "states_of_0.1.pt", weights_only=True)
 CASES = {
     "global, momentum, averaging": ({"averaging": 8.0, "kappa": 10.0}, 2),

@@ -11,14 +11,21 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from closures import closure_of
 
 from sgdol import SGDOL, reference, theory
 from sgdol.learners import FTRL, OnlineGradientDescent, OptimisticFTRL
-from sgdol.torch._guard import Guard
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:SGDOL was given the same gradient twice",  # numbers that are easy to follow
+    "ignore:SGDOL got one backward",  # pairs are among what is tested
+)
 
 GRANULARITIES = ["global", "group", "tensor", "coordinate"]
-ESTIMATORS = ["symmetric", "paper"]
+
+granularities = pytest.mark.parametrize("granularity", GRANULARITIES)
+of_pairs = pytest.mark.parametrize(("estimator", "k"), [("symmetric", 1), ("symmetric", 2), ("paper", 1)])
+"""With one backward per step, which both estimators know, and with two."""
 
 
 def network(dtype=torch.float64, seed=0) -> torch.nn.Module:
@@ -52,9 +59,9 @@ def train(net, opt, batches, updates: int, k: int = 2) -> list[torch.Tensor]:
 
 def alternate(net, opt, batches, steps: int) -> list[torch.Tensor]:
     for _ in range(steps):
-        opt.zero_grad()
         objective(net, next(batches)).backward()
         opt.step()
+        opt.zero_grad()
     return [p.detach().clone() for p in net.parameters()]
 
 
@@ -149,7 +156,7 @@ def test_groups_share_the_multiplier_and_keep_their_rates():
         for g in (g1, g2):
             a.grad, b.grad = torch.full_like(a, g), torch.full_like(b, g)
             opt.step()
-    assert float(b / a) == pytest.approx(4.0)
+    assert (b / a).item() == pytest.approx(4.0)
     first, second = (float(group["step_size"]) for group in opt.param_groups)
     assert second == pytest.approx(4 * first)
     assert 0 < first < 0.1
@@ -160,32 +167,14 @@ def test_weight_decay_is_decoupled_and_scaled_by_the_learned_step_size():
     opt = SGDOL([x], lr=0.5, alpha=1.0, weight_decay=0.1, momentum=0.0, learner=FTRL())
     feed(opt, x, 1.0, 0.0)
     after_one = 2.0 - 0.5 * (0.5 + 0.1 * 2.0)
-    assert float(x) == pytest.approx(after_one)
+    assert x.item() == pytest.approx(after_one)
     s = 1.0 / 1.25  # (alpha + <g, g'>) / (alpha + mean^2)
     feed(opt, x, 1.0, 1.0)
-    assert float(x) == pytest.approx(after_one - 0.5 * s * (1.0 + 0.1 * after_one))
+    assert x.item() == pytest.approx(after_one - 0.5 * s * (1.0 + 0.1 * after_one))
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_maximize_is_minimising_the_negative(granularity):
-    one, other = network(), network()
-    up = SGDOL(one.parameters(), lr=0.1, maximize=True, weight_decay=0.1, granularity=granularity)
-    down = SGDOL(other.parameters(), lr=0.1, weight_decay=0.1, granularity=granularity)
-    a, b = Batches(), Batches()
-    for _ in range(4):
-        for _ in range(2):
-            (-objective(one, next(a)) / 2).backward()
-            (objective(other, next(b)) / 2).backward()
-        for opt in (up, down):
-            opt.step()
-            opt.zero_grad()
-    for p, q in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("k", [1, 2])
+@granularities
+@of_pairs
 def test_momentum_follows_its_definition(granularity, estimator, k):
     """m_t = beta m_{t-1} + (1 - beta) g, d = m_t / (1 - beta^t), u without the same-sample product, in plain numpy."""
     beta, lr, alpha, d = 0.8, 0.25, 0.7, 3
@@ -226,6 +215,60 @@ def test_momentum_follows_its_definition(granularity, estimator, k):
     np.testing.assert_allclose(torch.cat([a, b]).detach().numpy(), x, rtol=1e-12)
 
 
+@pytest.mark.parametrize("granularity", ["group", "tensor", "coordinate"])
+def test_momentum_of_a_group_that_takes_no_part_does_not_age(granularity):
+    a, b, alone = scalar(), scalar(), scalar()
+    options = {"lr": 0.1, "alpha": 0.5, "granularity": granularity, "momentum": 0.9}
+    both, other = SGDOL([{"params": [a]}, {"params": [b]}], **options), SGDOL([alone], **options)
+    generator = torch.Generator().manual_seed(0)
+    for update in range(12):
+        for g, h in torch.randn(2, 2, generator=generator, dtype=torch.float64) + 1:
+            if update % 4:  # b is there in a quarter of the updates
+                (g * a / 2).backward()
+            else:
+                ((g * a + h * b) / 2).backward()
+                (h * alone / 2).backward()
+        for opt in (both, other):
+            opt.step()
+            opt.zero_grad()
+    assert alone.item() != 1.0
+    assert b.item() == pytest.approx(alone.item(), rel=1e-12)
+
+
+def test_the_first_move_of_a_group_that_joins_late_is_not_shrunk_by_momentum():
+    a, b = scalar(), scalar()
+    opt = SGDOL([{"params": [a]}, {"params": [b]}], lr=0.1, momentum=0.9, bias_correction=True)
+    for update in range(11):
+        for _ in range(2):
+            ((a + b if update == 10 else a) / 2).backward()
+        opt.step()
+        opt.zero_grad()
+    assert b.item() == pytest.approx(1 - 0.1)
+
+
+@granularities
+@pytest.mark.parametrize("estimator", ["symmetric", "paper"])
+def test_momentum_that_a_scheduler_switches_off_and_on_is_not_resurrected(granularity, estimator):
+    """The definition, for a scalar: the weights of the gradients in m sum to w, whichever way beta goes."""
+    betas = [0.9] * 4 + [0.0] * 4 + [0.9] * 4
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.randn(12, 2, generator=generator, dtype=torch.float64) * 0.3
+    pairs += torch.tensor([1.0] * 4 + [-1.0] * 8, dtype=torch.float64)[:, None]
+    lr, alpha, x, m, w, u_sum, n_sum = 0.1, 0.5, 1.0, 0.0, 0.0, 0.0, 0.0
+    p = scalar(x)
+    opt = SGDOL([p], lr=lr, alpha=alpha, granularity=granularity, estimator=estimator, momentum=0.9, learner=FTRL())
+    for beta, (g1, g2) in zip(betas, pairs.tolist(), strict=True):
+        g = g1 if estimator == "paper" else (g1 + g2) / 2
+        w = beta * w + 1 - beta
+        u = (beta * m * g + (1 - beta) * g1 * g2) / w
+        m = beta * m + (1 - beta) * g
+        x -= lr * min(max((alpha + u_sum) / (alpha + n_sum), 0), 2) * m / w
+        u_sum, n_sum = u_sum + u, n_sum + (m / w) ** 2
+        opt.param_groups[0]["momentum"] = beta
+        feed(opt, p, g1, g2)
+        assert p.item() == pytest.approx(x, rel=1e-12)
+
+
 def test_groups_may_differ_in_momentum():
     a, b, c = scalar(0.0), scalar(0.0), scalar(0.0)
     both = SGDOL([{"params": [a]}, {"params": [b], "momentum": 0.0}], lr=0.1, granularity="group", alpha=1.0)
@@ -234,12 +277,12 @@ def test_groups_may_differ_in_momentum():
         a.grad, b.grad, c.grad = (torch.full_like(p, g) for p in (a, b, c))
         both.step()
         alone.step()
-    assert float(a) == float(c)
-    assert float(a) != float(b)
+    assert a.item() == c.item()
+    assert a.item() != b.item()
 
 
 @pytest.mark.parametrize("learner", [OptimisticFTRL(), OnlineGradientDescent(), FTRL(strength=10.0, center=0.5)])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@granularities
 def test_any_learner_chooses_the_multiplier(learner, granularity):
     gradients = np.random.default_rng(0).normal(size=(10, 2, 3)) + 0.5
     x, state = np.zeros(3), learner.initial(np.zeros(3) if granularity == "coordinate" else 0.0)
@@ -261,9 +304,9 @@ def test_alpha_none_is_the_first_squared_gradient_that_is_not_zero():
     x = scalar(0.0)
     opt = SGDOL([x], lr=1.0, momentum=0.0, learner=FTRL())
     feed(opt, x, 0.0, 0.0)
-    assert float(x) == 0
+    assert x.item() == 0
     feed(opt, x, 3.0, 1.0)  # d = 2, so alpha = 4, u = 3, n = 4
-    assert float(x) == -2.0
+    assert x.item() == -2.0
     feed(opt, x, 1.0, 1.0)
     assert float(opt.param_groups[0]["step_size"]) == pytest.approx((4 + 3) / (4 + 4))
 
@@ -323,72 +366,24 @@ def test_a_closure_is_called_once_and_its_gradient_held_if_it_is_the_only_one(ze
         assert torch.equal(p.detach(), q)
 
 
-def test_a_closure_with_two_backward_passes_is_called_once():
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_closure_is_called_once_if_it_has_two_backward_passes_or_completes_a_pair(passes):
     net = network()
     opt, batches, calls = SGDOL(net.parameters(), lr=0.1), Batches(), []
+    if passes == 1:
+        alternate(net, opt, batches, 1)
 
-    def closure():
+    def losses():
         calls.append(None)
-        opt.zero_grad()
-        for _ in range(2):
-            (objective(net, next(batches)) / 2).backward()
+        return [objective(net, next(batches)) / passes for _ in range(passes)]
 
-    opt.step(closure)
+    opt.step(closure_of(opt, losses))
     assert len(calls) == 1
+    assert not opt.pending
     assert opt.diagnostics()["updates"] == 1
 
 
-def test_a_closure_completes_a_pair_that_is_pending():
-    net = network()
-    opt, batches, calls = SGDOL(net.parameters(), lr=0.1), Batches(), []
-    alternate(net, opt, batches, 1)
-
-    def closure():
-        calls.append(None)
-        opt.zero_grad()
-        objective(net, next(batches)).backward()
-
-    opt.step(closure)
-    assert len(calls) == 1
-    assert not opt.pending
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("disturb", ["clip", "rescale out of place", "clip each tensor"])
-def test_rescaling_gradients_before_step_rescales_the_statistics(granularity, estimator, disturb):
-    """Clipping multiplies all contributions by the same factor: the same as gradients of that scale to begin with."""
-    factors = 0.1 + 0.8 * torch.rand(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    if disturb != "clip each tensor":
-        factors = factors[:, :1].expand(5, 4)
-    one, other = network(), network()
-    options = {"lr": 0.1, "granularity": granularity, "estimator": estimator}
-    a, b = SGDOL(one.parameters(), **options), SGDOL(other.parameters(), **options)
-    batches = Batches()
-    for row in factors:
-        parameters = list(zip(one.parameters(), other.parameters(), row, strict=True))
-        unwatched = copy.deepcopy(other)
-        for _ in range(3):
-            x = next(batches)
-            (objective(one, x) / 3).backward()
-            grads = torch.autograd.grad(objective(unwatched, x) / 3, list(unwatched.parameters()))
-            sum((q * g.detach() * f).sum() for (_, q, f), g in zip(parameters, grads, strict=True)).backward()
-        for p, _, f in parameters:
-            if disturb == "rescale out of place":
-                p.grad = p.grad * f
-            elif disturb == "clip each tensor":
-                torch.nn.utils.clip_grad_norm_([p], float(p.grad.norm() * f) * 1.0)
-        if disturb == "clip":
-            norm = torch.nn.utils.get_total_norm([p.grad for p in one.parameters()])
-            torch.nn.utils.clip_grads_with_norm_(one.parameters(), float(norm * row[0]), norm)
-        for opt in (a, b):
-            opt.step()
-            opt.zero_grad()
-    for p, q in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)  # clipping adds 1e-6 to the norm
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@granularities
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("k", [1, 2])
 def test_grad_scaler_changes_nothing(granularity, unscale, k):
@@ -417,88 +412,12 @@ def test_grad_scaler_changes_nothing(granularity, unscale, k):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_gradients_that_are_thrown_away_do_not_count(set_to_none, granularity, estimator):
-    one, other = network(), network()
-    options = {"lr": 0.1, "granularity": granularity, "estimator": estimator}
-    a, b = SGDOL(one.parameters(), **options), SGDOL(other.parameters(), **options)
-    first, second = Batches(), Batches()
-    for _ in range(3):
-        objective(one, next(Batches(seed=99))).backward()
-        one.zero_grad(set_to_none=set_to_none)
-        train(one, a, first, 1)
-        train(other, b, second, 1)
-    assert a.diagnostics()["gradients"] == 2
-    for p, q in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("granularity", ["global", "coordinate"])
-def test_autograd_grad_does_not_count_as_a_backward_pass(granularity):
-    net = network()
-    opt, batches = SGDOL(net.parameters(), lr=0.1, granularity=granularity), Batches()
-    objective(net, next(batches)).backward()
-    torch.autograd.grad(objective(net, next(batches)), list(net.parameters()))
-    opt.step()
-    assert opt.pending
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_is_one_backward_pass(reentrant):
-    from torch.utils.checkpoint import checkpoint
-
-    net = network()
-    opt, batches = SGDOL(net.parameters(), lr=0.1), Batches()
-    x = next(batches).requires_grad_()
-    hidden = checkpoint(net[0], x, use_reentrant=reentrant)
-    checkpoint(net[2], net[1](hidden), use_reentrant=reentrant).square().mean().backward()
-    opt.step()
-    assert opt.pending
-
-
-def test_a_backward_that_fails_half_way_does_not_count():
-    net = network()
-    opt, batches = SGDOL(net.parameters(), lr=0.1), Batches()
-
-    def fail(gradient):
-        raise RuntimeError("half-way")
-
-    y = net[1](net[0](next(batches)))
-    y.register_hook(fail)
-    with pytest.raises(RuntimeError, match="half-way"):
-        net[2](y).square().mean().backward()
-    opt.zero_grad()
-    train(net, opt, batches, 1)
-    assert opt.diagnostics()["gradients"] == 2
-
-
 def test_parameters_without_a_gradient_stay_where_they_are():
     used, unused = scalar(), scalar()
     opt = SGDOL([used, unused], lr=0.1, weight_decay=0.1)
     feed(opt, used, 1.0, 2.0)
-    assert float(unused) == 1.0
-    assert float(used) != 1.0
-
-
-def test_step_without_any_gradient_does_nothing():
-    x = scalar()
-    opt = SGDOL([x], lr=0.1)
-    opt.step()
-    assert float(x) == 1.0
-    assert not opt.pending
-
-
-def test_a_parameter_unfrozen_later_takes_part():
-    net = network()
-    net[0].requires_grad_(False)
-    opt, batches = SGDOL(net.parameters(), lr=0.1), Batches()
-    train(net, opt, batches, 2)
-    frozen = net[0].weight.detach().clone()
-    net[0].requires_grad_(True)
-    train(net, opt, batches, 2)  # hooked at the first of these steps
-    assert not torch.equal(frozen, net[0].weight)
+    assert unused.item() == 1.0
+    assert used.item() != 1.0
 
 
 def test_sparse_gradients_are_refused_with_what_to_do():
@@ -527,21 +446,19 @@ def test_a_pair_whose_shapes_differ_is_refused():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("member", [0, 1])
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@of_pairs
+@granularities
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_gradient_that_is_not_finite_skips_the_update(bad, member, k, granularity, estimator, on_device):
     one, other = network(), network()
     options = {"lr": 0.1, "granularity": granularity, "estimator": estimator, "momentum": 0.5, "weight_decay": 0.01}
     a, b = SGDOL(one.parameters(), **options), SGDOL(other.parameters(), **options)
-    a._guard = b._guard = Guard(waits=not on_device)
+    a._host = b._host = not on_device
     first, second = Batches(), Batches()
     if k == 2:
         train(one, a, first, 3), train(other, b, second, 3)
     else:
         alternate(one, a, first, 6), alternate(other, b, second, 6)
-        a.zero_grad(), b.zero_grad()
     for i in range(2):
         (objective(one, next(Batches(seed=99 + i))) * (bad if i == member else 1.0)).backward()
         if k == 1:
@@ -553,24 +470,51 @@ def test_a_gradient_that_is_not_finite_skips_the_update(bad, member, k, granular
     assert not a.pending
     assert a.diagnostics()["skipped"] == 1
     assert a.diagnostics()["updates"] == 3
-    train(one, a, first, 2), train(other, b, second, 2)
-    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+    run = train if k == 2 else alternate
+    for p, q in zip(run(one, a, first, 4), run(other, b, second, 4), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("foreach", [False, True])
+@granularities
+@pytest.mark.parametrize("metric", ["rms", "adagrad"])
+def test_a_tensor_whose_first_update_is_skipped_has_no_past_in_a_metric(granularity, metric):
+    found = []
+    for skips in (False, True):
+        x, late = scalar(1.0), torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+        opt = SGDOL([x, late], lr=0.1, granularity=granularity, metric=metric)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(6):
+            here = [x] if step < 2 else [x, late]
+            if step == 2 and skips:
+                for _ in range(2):
+                    (math.nan * sum(p.sum() for p in here)).backward()
+                opt.step()
+                opt.zero_grad()
+            for _ in range(2):
+                noise = torch.randn(2, 3, generator=generator, dtype=torch.float64)
+                sum((p * p + p * n[: len(p)]).sum() / 2 for p, n in zip(here, noise, strict=False)).backward()
+            opt.step()
+            opt.zero_grad()
+        assert opt.diagnostics()["skipped"] == skips
+        found.append(torch.cat([x, late]).detach())
+    torch.testing.assert_close(*found, rtol=1e-13, atol=1e-13)
+
+
+@granularities
+@pytest.mark.parametrize("metric", ["euclidean", "rms"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("k", [1, 2])
-def test_deciding_on_the_device_gives_the_same_numbers(granularity, foreach, dtype, k):
+@of_pairs
+def test_deciding_on_the_device_gives_the_same_numbers(granularity, metric, dtype, estimator, k):
     results = []
-    for on_device in (False, True):
+    options = {"lr": 0.1, "granularity": granularity, "estimator": estimator, "metric": metric}
+    for host in (True, False):
         net = network(dtype)
-        options = {"lr": 0.1, "granularity": granularity, "foreach": foreach, "weight_decay": 0.1, "momentum": 0.5}
-        opt = SGDOL(net.parameters(), **options)
-        opt._guard = Guard(waits=not on_device)
+        opt = SGDOL(net.parameters(), **options, weight_decay=0.1, averaging=8)
+        opt._host = host  # False: torch.where decides, as on an accelerator
         run = train if k == 2 else alternate
-        results.append(run(net, opt, Batches(dtype), 6))
+        iterates = run(net, opt, Batches(dtype), 6)
+        with opt.averaged():
+            results.append([*iterates, *(p.detach().clone() for p in net.parameters())])
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(results[0], results[1], rtol=8 * eps, atol=8 * eps)
 
@@ -592,7 +536,6 @@ def test_the_same_batch_twice_warns_once_and_points_at_the_loop():
     assert caught[0].filename == __file__
 
 
-@pytest.mark.filterwarnings("ignore:SGDOL got one")
 def test_the_same_gradient_twice_has_no_noise_to_the_last_bit():
     """In a pair of float32 vectors so long that two ways to sum their squares would differ."""
     x, g = (
@@ -609,39 +552,12 @@ def test_the_same_gradient_twice_has_no_noise_to_the_last_bit():
     assert opt.diagnostics()["noise_scale"] == 0
 
 
-def test_independent_batches_do_not_warn():
-    net = network(torch.float32)
-    opt = SGDOL(net.parameters(), lr=0.1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(net, opt, Batches(torch.float32), 5)
-        alternate(net, opt, Batches(torch.float32), 5)
-
-
 # Types ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("granularity", ["global", "coordinate"])
-@pytest.mark.parametrize("foreach", [False, True])
-def test_complex_parameters_are_pairs_of_real_ones(granularity, foreach):
-    generator = torch.Generator().manual_seed(0)
-    z = torch.nn.Parameter(torch.randn(3, 2, dtype=torch.complex128, generator=generator))
-    x = torch.nn.Parameter(torch.view_as_real(z.detach()).clone())
-    options = {"lr": 0.1, "granularity": granularity, "foreach": foreach, "momentum": 0.5, "weight_decay": 0.1}
-    a, b = SGDOL([z], **options), SGDOL([x], **options)
-    for step in range(6):
-        for _ in range(1 + step % 2):
-            w = torch.randn(3, 2, dtype=torch.complex128, generator=generator)
-            (z * w.conj()).real.sum().backward()
-            (x * torch.view_as_real(w)).sum().backward()
-        a.step(), b.step()
-        a.zero_grad(), b.zero_grad()
-    torch.testing.assert_close(torch.view_as_real(z.detach()), x.detach(), rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@granularities
 @pytest.mark.parametrize("k", [1, 2])
 def test_half_precision_follows_full_precision(dtype, foreach, granularity, k):
     """Sums are kept in float32 or wider; what remains is the rounding of parameters and gradients themselves."""
@@ -705,30 +621,21 @@ def test_one_cycle_moves_lr_and_momentum():
     assert objective(net, next(Batches(seed=5))).item() < before
 
 
-class NoHostReads(TorchDispatchMode):
-    """Fails on every operation that brings a number from the device to the host."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("on_device", [False, True])
-def test_step_does_not_wait_for_a_device(granularity, estimator, k, on_device):
-    net = network()
-    opt = SGDOL(net.parameters(), lr=0.1, granularity=granularity, estimator=estimator, momentum=0.5)
-    opt._guard = Guard(waits=not on_device)  # or as on an accelerator, where torch.where decides
-    batches = Batches()
+@granularities
+@of_pairs
+@pytest.mark.parametrize("metric", ["euclidean", "rms"])
+def test_step_does_not_wait_for_a_device(granularity, estimator, k, metric):
+    """The meta device has no numbers at all: whoever asks it for one gets an error."""
+    net = torch.nn.Sequential(network(torch.float32), torch.nn.Linear(2, 10_000)).to("meta")  # small tensors and large
+    options = {"granularity": granularity, "estimator": estimator, "metric": metric, "averaging": 8}
+    opt = SGDOL(net.parameters(), lr=0.1, weight_decay=0.1, **options)
     for _ in range(4):
         for _ in range(k):
-            objective(net, next(batches)).backward()
+            net(torch.zeros(8, 4, device="meta")).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-        with NoHostReads():
-            opt.step()
+        opt.step()
         opt.zero_grad()
+    assert opt.param_groups[0]["step_size"].device.type == "meta"
 
 
 def test_nothing_is_printed_or_written(tmp_path, monkeypatch, capfd):
@@ -781,8 +688,8 @@ def through_a_file(state):
     return torch.load(buffer, weights_only=True)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@granularities
+@pytest.mark.parametrize("estimator", ["symmetric", "paper"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("steps", [4, 5])
 @pytest.mark.parametrize("way", ["state_dict", "pickle", "deepcopy"])
@@ -800,10 +707,12 @@ def test_resuming_is_exact_also_in_the_middle_of_a_pair(granularity, estimator, 
     assert resumed.pending == opt.pending
     more = copy.deepcopy(batches.generator.get_state())
     expected = alternate(net, opt, batches, 5)
-    expected += train(net, opt, batches, 2)
+    if estimator == "symmetric":
+        expected += train(net, opt, batches, 2)
     batches.generator.set_state(more)
     found = alternate(twin, resumed, batches, 5)
-    found += train(twin, resumed, batches, 2)
+    if estimator == "symmetric":
+        found += train(twin, resumed, batches, 2)
     assert all(torch.equal(p, q) for p, q in zip(expected, found, strict=True))
     assert resumed.diagnostics() == opt.diagnostics()
 
@@ -851,7 +760,7 @@ def test_add_param_group_in_the_middle_of_a_pair():
     a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
     opt.step()
     assert not opt.pending
-    assert float(b) == pytest.approx(1 - 0.2 * 0.5)  # it had no first gradient, which counts as zero
+    assert b.item() == pytest.approx(1 - 0.2 * 0.5)  # it had no first gradient, which counts as zero
 
 
 # Memory and diagnostics -----------------------------------------------------------------------------------------------
@@ -873,16 +782,22 @@ def test_microbatches_keep_nothing_that_grows_with_the_model_but_the_momentum(op
     assert all(set(opt.state.get(p, {})) == vectors for p in net.parameters())
     kept = [v for group in opt.param_groups for v in group.values() if isinstance(v, torch.Tensor)]
     assert max(v.numel() for v in kept) < 10
-    watched = vars(opt._recorder).values()
-    assert max((v.numel() for v in watched if isinstance(v, torch.Tensor)), default=0) <= 4
+
+
+def test_a_recorder_keeps_a_few_numbers_of_a_large_tensor():
+    x = torch.nn.Parameter(torch.zeros(20_000))
+    opt = SGDOL([x], lr=0.1)
+    for seed in range(3):
+        (x * torch.randn(20_000, generator=torch.Generator().manual_seed(seed))).sum().backward()
+    kept = [v for field in vars(opt._passes).values() for v in (field if isinstance(field, list) else [field])]
+    assert all(v.numel() < 100 for v in kept if isinstance(v, torch.Tensor) and v is not x)
 
 
 def test_the_optimizer_dies_with_its_last_reference_and_takes_its_hooks_along():
     net = network()
     opt = SGDOL(net.parameters(), lr=0.1)
     train(net, opt, Batches(), 1)
-    gone, slot = weakref.ref(opt), opt._recorder._slots[0]
-    hooks = slot.tap._handle.hooks_dict_ref
+    gone, hooks = weakref.ref(opt), opt._passes._taps[0]._handle.hooks_dict_ref
     assert len(hooks()) == 1
     del opt
     gc.collect()

@@ -148,34 +148,6 @@ def test_a_mean_over_samples_is_weighted_by_samples(tmp_path, images, kind):
     assert opt.diagnostics() == hand_opt.diagnostics()
 
 
-@pytest.mark.parametrize(("kind", "accumulate", "stop"), [("free", 1, 14), ("free", 2, 3), ("base", 1, 5)])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, words, assert_same, kind, accumulate, stop):
-    """With shuffling, dropout and evaluations, stopped within an epoch."""
-    options = {
-        "max_steps": 18 // accumulate,
-        "gradient_accumulation_steps": accumulate,
-        "save_strategy": "steps",
-        "save_steps": stop,
-        "eval_strategy": "steps",
-        "eval_steps": 4,
-    }
-
-    def run(folder, **resume):
-        model = build(dropout=0.1)
-        opt = make(kind, model.parameters())
-        args = arguments(tmp_path / folder, **options)
-        trainer = Trainer(model, args, train_dataset=words, eval_dataset=words[:BATCH], optimizers=(opt, None))
-        trainer.train(**resume)
-        return model, opt, trainer
-
-    whole, whole_opt, whole_trainer = run("whole")
-    checkpoint = tmp_path / "whole" / f"checkpoint-{stop}"
-    resumed, resumed_opt, resumed_trainer = run("resumed", resume_from_checkpoint=str(checkpoint))
-    assert_same(resumed, resumed_opt, whole, whole_opt)
-    assert logged(resumed_trainer) == logged(whole_trainer)
-    assert len(logged(whole_trainer)) == options["max_steps"]
-
-
 @pytest.mark.parametrize("best", [False, True])
 @pytest.mark.parametrize("kind", ["free", "base"])
 def test_evaluation_checkpoints_and_the_end_are_at_the_average(tmp_path, words, kind, best):

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from sgdol.torch._tensors import scalar_dtype
+from sgdol.torch._gate import Gate
+from sgdol.torch._vectors import scalar_dtype
 from sgdol.torch._world import local
 
-__all__ = ["add_to_average", "average_groups", "averaged_weights", "polynomial_average", "random_iterate", "swapped_in"]
+__all__ = ["average_groups", "averaged_weights", "polynomial_average", "random_iterate", "swapped_in"]
 
 AverageFunction = Callable[[Tensor, Tensor, Tensor | int], Tensor]
 
@@ -123,54 +124,32 @@ def swapped_in(tensors: list[Tensor], values: list[Tensor]) -> Iterator[None]:
         _copy(kept, tensors)
 
 
-def add_to_average(
-    averages: list[Tensor], tensors: list[Tensor], t: Tensor, power: float, ok: Tensor | None = None
-) -> None:
-    r"""Move the averages on to iterate t: :math:`\bar x \leftarrow \bar x + \frac{a + 1}{t + a} (x - \bar x)`.
-
-    Args:
-        averages: written to.
-        tensors: the iterate.
-        t: how many iterates there are with this one, from 1.
-        power: a, at least 0.
-        ok: None, or a boolean scalar on the device that says whether this iterate counts.
-
-    >>> mean = torch.tensor([1.0])
-    >>> add_to_average([mean], [torch.tensor([4.0])], torch.tensor(3), power=0)
-    >>> mean
-    tensor([2.])
-    """
-    if ok is None and t.device.type == "cpu":
-        weight: Any = (power + 1) / (t.item() + power)
-    else:  # a number that stays on the device
-        weight = (power + 1) / (t + power)
-        weight = weight if ok is None else torch.where(ok, weight, torch.zeros_like(weight))
-    for average, tensor in zip(averages, tensors, strict=True):
-        factor = weight if isinstance(weight, float) else weight.to(device=average.device, dtype=average.dtype)
-        average.lerp_(tensor.detach().to(average.dtype), factor)
-
-
 def average_groups(
-    groups: list[dict[str, Any]], state: dict[Any, Any], moved: list[Tensor], t: Tensor, ok: Tensor | None
+    groups: list[dict[str, Any]], state: dict[Any, Any], moved: list[Tensor], t: Tensor, gate: Gate
 ) -> None:
-    """Add the iterate after update t to the average of every parameter that has ever moved, where a group wants one.
+    r"""Add the iterate after update t to the averages: :math:`\bar x \leftarrow \bar x + \frac{a+1}{t+a} (x - \bar x)`.
 
     Args:
-        groups: the parameter groups.
+        groups: the parameter groups; those with "averaging" have averages, of every parameter that has ever moved.
         state: the optimizer's state, which keeps the averages.
         moved: the parameters that this update moved.
         t: how many updates there have been.
-        ok: None, or a boolean scalar on the device that says whether this one counts.
+        gate: whether this one counts.
     """
     wanting = [group for group in groups if group["averaging"] is not None]
     now = set(moved) if wanting else set()
     for group in wanting:
+        power = group["averaging"]
+        weight = gate.weight((power + 1) / (gate.number(t) + power))
         for p in group["params"]:
-            if p in now and "average" not in state[p]:
-                state[p]["average"] = p.detach().to(dtype=torch.promote_types(p.dtype, torch.float32), copy=True)
-        params = [p for p in group["params"] if "average" in state.get(p, ())]
-        averages = [local(state[p]["average"]) for p in params]
-        add_to_average(averages, [local(p) for p in params], t, group["averaging"], ok)
+            held = state.get(p, {})
+            if p in now and "average" not in held:
+                held = state[p]
+                held["average"] = p.detach().to(dtype=torch.promote_types(p.dtype, torch.float32), copy=True)
+            if "average" in held:
+                average = local(held["average"])
+                share = weight.to(average.device, average.real.dtype) if isinstance(weight, Tensor) else weight
+                average.lerp_(local(p.detach()).to(average.dtype), share)
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from sgdol.metrics import Euclidean, Metric
 from sgdol.torch._averaging import swapped_in
-from sgdol.torch._geometry import Geometry
-from sgdol.torch._remarks import Remarks
-from sgdol.torch._sources import Keep, Recorder, Wish
-from sgdol.torch._tensors import real_view
-from sgdol.torch._world import Finder, World, is_sharded, local
+from sgdol.torch._metric import Metrics
+from sgdol.torch._passes import Passes
+from sgdol.torch._vectors import Layout
+from sgdol.torch._warnings import Warnings
+from sgdol.torch._world import Finder, World, is_sharded, local, real_view
 
 __all__ = ["WatchingOptimizer"]
 
@@ -27,36 +27,40 @@ __all__ = ["WatchingOptimizer"]
 class WatchingOptimizer(Optimizer):
     """An optimizer that sees every backward pass, on every rank.
 
-    A subclass says what it wants of each parameter's gradients (``_wish``) and in which metric (``_metric_of``), calls
-    ``_prepare`` before ``Optimizer.__init__`` and ``_assemble`` whenever its groups or its state have become others.
+    A subclass says in which metric a group is measured (``_metric_of``, a function that does not keep the optimizer
+    alive), calls ``_prepare`` before ``Optimizer.__init__`` and ``_assemble`` whenever its groups or its state have
+    become others.
     """
 
-    _geometry: Geometry
-    _recorder: Recorder | None
+    _passes: Passes | None
     _finder: Finder | None
+    _metrics: Metrics
 
     def _prepare(self) -> None:
         """What there is before there are parameters."""
         self._warned: tuple[str, ...] = ()
-        self._recorder, self._finder = None, None
+        self._warnings = Warnings(self._warn)
+        self._passes, self._finder = None, None
+        self._layout: Layout | None = None
         self._swapped = False
 
-    def _wish(self, p: Tensor) -> Wish:
-        """What is to be made of the parameter's gradients."""
-        return Wish(paper=False, coordinates=False)
-
-    def _metric_of(self, group: dict[str, Any]) -> Metric:
+    @property
+    def _metric_of(self) -> Callable[[dict[str, Any]], Metric]:
         """The metric of a group."""
-        return Euclidean()
+        raise NotImplementedError
+
+    def _measures_own(self) -> bool:
+        """Whether numbers of each rank's own gradients are all that is needed of them (see ``_world._fsdp``)."""
+        return all(isinstance(self._metric_of(group), Euclidean) for group in self.param_groups)
 
     # The public face --------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters, and forget the backward passes that made them."""
         super().zero_grad(set_to_none)
-        if self._recorder is not None:
-            self._recorder.reset()
-            if self._recorder.moulted():
+        if self._passes is not None:
+            self._passes.reset()
+            if self._passes.parameters_changed():
                 self._forget_other_shapes()
                 self._assemble()
 
@@ -107,38 +111,47 @@ class WatchingOptimizer(Optimizer):
 
     def _assemble(self) -> None:
         """Watch the parameters, in the metrics that they have: the groups or the state have become others."""
-        params = self._params()
+        params, earlier, self._passes = self._params(), self._passes, None
+        if earlier is not None:
+            earlier.remove()  # autograd keeps an accumulator as long as somebody does
         self._refuse_subclasses(params)
-        metrics = {p: self._metric_of(group) for group in self.param_groups for p in group["params"]}
-        metrics = {p: metric for p, metric in metrics.items() if not isinstance(metric, Euclidean)}
-        own = not metrics and not any(any(self._wish(p)) for p in params)
         if self._finder is None or any(map(is_sharded, params)):
-            self._recorder = None  # what has been counted of pieces is not known of more of them
-        self._finder = finder = Finder(params, own, self)
-        self._geometry = Geometry(metrics, self.state, lambda: finder.world)
-        if self._recorder is None:
-            self._recorder = Recorder(finder, self._geometry, Remarks(self._warn))
-        else:
-            self._recorder.rebase(finder, self._geometry)
-        self._watch()
+            earlier = None  # what has been counted of pieces is not known of more of them
+        self._finder = finder = Finder(params, self._measures_own(), self)
+        self._metrics = Metrics(self.param_groups, self._metric_of, self.state, lambda: finder.world)
+        self._layout = None
+        self._passes = Passes(params, self._watched, self._finder, self._metrics, self._warn, earlier)
 
-    def _watch(self) -> None:
-        """Watch also what is new, has been unfrozen, or has another type now."""
-        assert self._recorder is not None
-        self._recorder.watch((p, self._keep(p)) for p in self._params())
+    def _watched(self) -> Layout:
+        """The layout of all parameters that may get a gradient and have a shape."""
+        return self._layout_of(
+            [
+                [p for p in group["params"] if not is_lazy(p) and (p.requires_grad or p.grad is not None)]
+                for group in self.param_groups
+            ]
+        )
+
+    def _layout_of(self, members: list[list[Tensor]]) -> Layout:
+        """The layout of the parameters that take part, one list per group: the last one if nothing has changed."""
+        watched = None if self._passes is None else self._passes.layout
+        key = [[id(p) for p in some] for some in members]
+        for known in (self._layout, watched):
+            if known is not None and known.key == key and known.current():
+                break
+        else:
+            known = Layout(self.param_groups, members, self._metrics.merges, self.state)
+        if known is not self._layout:
+            known.forget()  # vectors are views of the state of the layout that was used last
+            self._layout = known
+        return known
 
     def _forget_other_shapes(self) -> None:
         """Drop what is known of parameters whose data have been replaced by others of another shape."""
         for p in self._params():
-            tensors = [v for v in self.state.get(p, {}).values() if isinstance(v, Tensor) and v.dim()]
+            held = [v for key, v in self.state.get(p, {}).items() if not key.startswith("metric.")]
+            tensors = [v for v in held if isinstance(v, Tensor) and v.dim()]
             if any(v.shape[: p.dim()] != p.shape for v in tensors):  # complex numbers may be pairs of real ones
                 del self.state[p]
-
-    def _keep(self, p: Tensor) -> Keep:
-        wish = self._wish(p)
-        if wish.paper:
-            return "gradients"
-        return "squares" if wish.coordinates else "norms"
 
     def _refuse_subclasses(self, params: list[Tensor]) -> None:
         for index, p in enumerate(params):
@@ -150,8 +163,8 @@ class WatchingOptimizer(Optimizer):
                 )
 
     def _refuse_sparse(self, params: list[Tensor]) -> None:
-        if self._recorder is not None:
-            self._recorder.refuse_compiled()
+        if self._passes is not None:
+            self._passes.refuse_uncounted(type(self).__name__)
         for index, p in enumerate(params):
             grad = p.grad
             if grad is not None and grad.layout != torch.strided:

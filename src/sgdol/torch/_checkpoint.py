@@ -25,11 +25,10 @@ from torch.optim import Optimizer
 
 from sgdol.learners import Learner
 from sgdol.torch import _diagnostics as diagnostics
-from sgdol.torch._geometry import Geometry
-from sgdol.torch._momentum import uses_momentum
-from sgdol.torch._sources import Recorder
-from sgdol.torch._tensors import real_view, scalar_dtype, wide_dtype
-from sgdol.torch._world import World, fitted, like_parameter, local
+from sgdol.torch._direction import uses_momentum
+from sgdol.torch._metric import Metrics
+from sgdol.torch._vectors import scalar_dtype, wide_dtype
+from sgdol.torch._world import World, fitted, like_parameter, local, piece_of, real_view
 
 __all__ = [
     "Blanks",
@@ -55,8 +54,8 @@ class Blanks:
         groups: the parameter groups.
         state: the optimizer's state.
         learner_of: the online learner of a group.
-        geometry: knows what metrics remember.
-        keeps_direction: whether the last direction of a parameter in a group is kept.
+        metrics: know what they remember.
+        keeps_direction: whether the last directions of a group are kept.
     """
 
     def __init__(
@@ -64,13 +63,13 @@ class Blanks:
         groups: list[dict[str, Any]],
         state: dict[Any, Any],
         learner_of: Callable[[dict[str, Any]], Learner],
-        geometry: Geometry,
-        keeps_direction: Callable[[Tensor, dict[str, Any]], bool],
+        metrics: Metrics,
+        keeps_direction: Callable[[dict[str, Any]], bool],
     ) -> None:
         self._groups = groups
         self._state = state
         self._learner_of = learner_of
-        self._geometry = geometry
+        self._metrics = metrics
         self._keeps_direction = keeps_direction
 
     def groups(self) -> list[dict[str, Any]]:
@@ -100,7 +99,7 @@ class Blanks:
         wide = torch.zeros_like(like, dtype=wide_dtype(like.dtype), memory_format=torch.contiguous_format)
         if uses_momentum(group) and "momentum" not in known:
             blank["momentum"] = like_parameter(torch.zeros_like(wide), p)
-        if self._keeps_direction(p, group) and "direction" not in known:
+        if self._keeps_direction(group) and "direction" not in known:
             blank["direction"] = like_parameter(torch.zeros_like(wide), p)
         if group["averaging"] is not None and "average" not in known:
             blank["average"] = p.detach().to(dtype=torch.promote_types(p.dtype, torch.float32), copy=True)
@@ -109,7 +108,7 @@ class Blanks:
         elif group["granularity"] == "coordinate" and not any(key.startswith("learner.") for key in known):
             number = self._learner(group, wide.new_zeros(()))
             blank.update({key: like_parameter(value.expand_as(wide).clone(), p) for key, value in number.items()})
-        blank.update(self._geometry.diagonals.blank(p))
+        blank.update(self._metrics.blank(p))
         return {key: value for key, value in blank.items() if key not in known}
 
     def _learner(self, group: dict[str, Any], like: Tensor) -> dict[str, Tensor]:
@@ -139,11 +138,12 @@ def complete(state_dict: dict[str, Any], blanks: Blanks) -> dict[str, Any]:
     return state_dict
 
 
-def is_creating(groups: list[dict[str, Any]], params: list[Tensor], recorder: Recorder, world: World) -> bool:
+def is_creating(groups: list[dict[str, Any]], params: list[Tensor], k: int, world: World) -> bool:
     """Whether this is torch.distributed.checkpoint: it steps with zeros to make optimizers create their state."""
-    if recorder.count(params) or not all(group["lr"] == 0 for group in groups):
+    if k or not all(group["lr"] == 0 for group in groups):
         return False
-    return not world.total(params, recorder.found(params).n.unsqueeze(0))[0].sum().tolist()
+    lengths = torch.stack([piece_of(p.grad, p).double().square().sum() for p in params if p.grad is not None])
+    return not world.total([p for p in params if p.grad is not None], lengths[None]).sum().item()
 
 
 def create(groups: list[dict[str, Any]], state: dict[Any, Any], blanks: Blanks) -> None:
@@ -211,7 +211,7 @@ def restore(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         shapes = (p.shape, (*p.shape, 2)) if p.is_complex() else (p.shape,)
         for key, value in state_dict["state"].get(index, {}).items():
             if isinstance(value, Tensor):
-                if value.dim() and value.shape not in shapes:
+                if value.dim() and value.shape not in shapes and not key.startswith("metric."):
                     raise ValueError(
                         f"state_dict does not fit: {key} of parameter {index} has shape {tuple(value.shape)}, the "
                         f"parameter {tuple(p.shape)}"

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from sgdol import summary
-from sgdol.torch._update import Outcome
+from sgdol.torch._blocks import Learned
+from sgdol.torch._gate import Gate
+from sgdol.torch._vectors import as_number
 
 __all__ = ["added", "report", "skipped", "updates", "zeros"]
 
@@ -18,7 +20,7 @@ ROWS = ("updates", "skipped", "surrogate", "signal", "length", "recent_signal", 
 
 def zeros(like: Tensor) -> Tensor:
     """The totals before any update."""
-    return torch.zeros(len(ROWS), device=like.device, dtype=like.dtype)
+    return like.new_zeros(len(ROWS))
 
 
 def skipped(totals: Tensor) -> Tensor:
@@ -28,23 +30,19 @@ def skipped(totals: Tensor) -> Tensor:
     return totals + one
 
 
-def added(totals: Tensor, outcome: Outcome, ok: Tensor | None) -> Tensor:
-    """The totals after one more update, or after one more that was skipped if ``ok`` turns out to be false."""
-    if isinstance(outcome.surrogate, float):
-        return _added_numbers(totals, outcome)
-    one = torch.ones_like(outcome.surrogate)
-    sums = torch.stack([one, 0 * one, outcome.surrogate, outcome.signal, outcome.length])
-    recent = summary.recent(totals[5:], torch.stack([outcome.signal, outcome.length]))
-    new = torch.cat([totals[:5] + sums, recent])
-    return new if ok is None else torch.where(ok, new, skipped(totals))
-
-
-def _added_numbers(totals: Tensor, outcome: Outcome) -> Tensor:
-    """The same of Python's numbers, on the host."""
-    *old, signal, length = totals.tolist()
-    new = [1.0, 0.0, outcome.surrogate, outcome.signal, outcome.length]
-    recent = [summary.recent(signal, outcome.signal), summary.recent(length, outcome.length)]
-    return totals.new_tensor([*(a + b for a, b in zip(old, new, strict=True)), *recent])
+def added(totals: Tensor, learned: Learned, gate: Gate) -> Tensor:
+    """The totals after one more update, or after one more that was skipped if the gate turns out to be closed."""
+    new = learned.surrogate, learned.signal, learned.length
+    if gate.host:  # Python's numbers are faster
+        updates, skips, *sums, signal, length = totals.tolist()
+        values = [gate.number(value) for value in new]
+        sums = [a + b for a, b in zip(sums, values, strict=True)]
+        recent = summary.recent(signal, values[1]), summary.recent(length, values[2])
+        return totals.new_tensor([updates + 1, skips, *sums, *recent])
+    values = [as_number(value, totals) for value in new]
+    count = totals[:2] + totals.new_tensor([1.0, 0.0])
+    recent = summary.recent(totals[5:], torch.stack(values[1:]))
+    return gate.choose(torch.cat([count, totals[2:5] + torch.stack(values), recent]), skipped(totals))
 
 
 def updates(totals: Tensor) -> Tensor:

@@ -7,21 +7,19 @@ from contextlib import contextmanager
 from typing import Any, Never
 
 import torch
+from torch import Tensor
 
 from sgdol import free, metrics, summary
 from sgdol.averaging import weight as weight_in_average
 from sgdol.free import Settings, State
-from sgdol.metrics import RMS
 from sgdol.torch import _checkpoint as checkpoint
 from sgdol.torch._base import WatchingOptimizer
-from sgdol.torch._elsewhere import Elsewhere
-from sgdol.torch._evaluations import Evaluation, Evaluator, Here, loss_of, root
-from sgdol.torch._free_options import SHARED, Group, checked, of_this_version, refuse_other_shapes
-from sgdol.torch._remarks import Remarks
-from sgdol.torch._tensors import real_view
-from sgdol.torch._vectors import Space, Vector, dot, numbers
-from sgdol.torch._whereabouts import Whereabouts
-from sgdol.torch._world import Finder, World
+from sgdol.torch._direction import Direction
+from sgdol.torch._free_options import SHARED, Group, checked, refuse_other_shapes, refuse_other_states
+from sgdol.torch._gate import Gate
+from sgdol.torch._probes import Evaluation, Probes, loss_of, root
+from sgdol.torch._update import move
+from sgdol.torch._vectors import Layout, Vector
 
 __all__ = ["SGDOLFree"]
 
@@ -106,13 +104,10 @@ class SGDOLFree(WatchingOptimizer):
     def _prepare(self) -> None:
         """What is not saved: it is found again."""
         super()._prepare()
-        self._remarks = Remarks(self._warn)
-        self._calls: Evaluator | None = None
-        self._space: Space | None = None
-        self._vectors: dict[str, Vector] = {}
-        self._whereabouts = Whereabouts()
-        self._turn = False
+        self._probes: Probes | None = None
         self._known: tuple[dict[str, Any] | None, State] = (None, State())
+        self._left: tuple[Layout, Any] | None = None
+        """Where the last step left the parameters."""
 
     # The public face --------------------------------------------------------------------------------------------------
 
@@ -139,35 +134,35 @@ class SGDOLFree(WatchingOptimizer):
         return self._step(closure)
 
     def _step(self, closure: Callable[[], Any]) -> Any:
-        result = self._evaluator().first(closure, choose=self._rule().updates == 0)
+        result = self._evaluator().first(closure)
         with torch.no_grad():
             self._learn(closure, result)
         return result
 
     def _learn(self, closure: Callable[[], Any], result: Any) -> None:
         """Make the step, after the first call of the closure."""
-        state = self._rule()
-        here: Here | None = None
+        state, probes = self._rule(), self._evaluator()
         try:
-            here, now = self._arrive(state, result)
+            now = probes.evaluation(loss_of(result))
+            self._refuse_moved()
+            self._warnings.taken(self._passes.bent, self._world().remarks)  # type: ignore[union-attr]
             if not now.finite:
-                self._evaluator().undo()
-            elsewhere = Elsewhere(self._evaluator(), closure, self._settings, self._vector)
-            state, here, now = elsewhere.advance(state, here, now)
+                probes.undo()
+            state, now = probes.advance(state, now, closure, self._vector)
             if now.finite and state.first_norm > 0:
-                state = self._move(state, here, now)
-                self._remarks.finite()
+                state = self._move(state, now)
+                self._warnings.finite()
             elif not now.finite:
                 state = state._replace(skipped=state.skipped + 1)
-                self._remarks.skipped(self.param_groups)
+                self._metrics.forget()
+                self._warnings.skipped(self.param_groups)
         except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C
-            self._evaluator().undo()
-            if here is not None:
-                here.space.put(here.x)
-                self._whereabouts.remember(here)
+            probes.undo()
+            self._metrics.forget()
+            self._remember()
             raise
-        self._keep_rule(state._replace(evaluations=state.evaluations + self._evaluator().count), now.k)
-        self._whereabouts.remember(here)
+        self._keep_rule(state._replace(evaluations=state.evaluations + probes.count), now.k)
+        self._remember()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -176,11 +171,11 @@ class SGDOLFree(WatchingOptimizer):
         Only parameters are averaged. A model with BatchNorm wants its statistics for the averaged parameters:
         :func:`torch.optim.swa_utils.update_bn` inside.
         """
-        if self._space is not None and not self._swapped:
-            self._whereabouts.refuse_moved(self._space, self._space.point("there"))
+        if not self._swapped:
+            self._refuse_moved()
         with super()._averaged():
             yield
-        self._whereabouts.written()
+        self._remember()
 
     def diagnostics(self) -> dict[str, Any]:
         """What the optimizer has learned, as plain numbers.
@@ -211,7 +206,7 @@ class SGDOLFree(WatchingOptimizer):
 
     def moved(self) -> None:
         """Say that you changed the parameters a little on purpose (clipping, projecting): go on from where they are."""
-        self._whereabouts = Whereabouts()
+        self._left = None
 
     def restart(self) -> None:
         """Forget everything, as if newly constructed; for instance after other weights were loaded into the model."""
@@ -221,6 +216,7 @@ class SGDOLFree(WatchingOptimizer):
             for name in ("rule", "gradients", "unit"):
                 group.pop(name, None)
             group["step_size"] = 0.0
+        self._assemble()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; it may bring its own weight_decay."""
@@ -241,13 +237,12 @@ class SGDOLFree(WatchingOptimizer):
                     f"SGDOLFree does not support DTensor parameters (fully_shard, tensor parallel), got one of shape "
                     f"{tuple(p.shape)}; DistributedDataParallel is supported"
                 )
-        self._refuse_subclasses(self._params())
         first = self.param_groups[0]
         for name in ("rule", "gradients", "unit"):
             if name in first:
                 group[name] = first[name]
         group.setdefault("step_size", first.get("step_size", 0.0))
-        self._finder = self._calls = None
+        self._assemble()
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ("]
@@ -258,69 +253,33 @@ class SGDOLFree(WatchingOptimizer):
 
     # One step ---------------------------------------------------------------------------------------------------------
 
-    def _arrive(self, state: State, result: Any) -> tuple[Here, Evaluation]:
-        """The point, the metric there, and what the first call of the closure says."""
-        loss = loss_of(result)
-        space = self._taking_part()
-        self._refuse_sparse(space.params)
-        self._turn = not self._turn  # the memory of the last point is still needed
-        here = Here(space, space.point(f"x, {self._turn}"))
-        self._whereabouts.refuse_moved(space, here.x)
-        metric = self._metric()
-        if state.updates == 0:
-            for group in self.param_groups:
-                group["unit"] = self._evaluator().unit
-            if isinstance(metric, RMS):
-                inverse = space.inverse_diagonal(metric, None, 0.0, space.gradients(self._evaluator().factor, "g"))
-                here = here._replace(inverse=inverse)
-        elif isinstance(metric, RMS):
-            weight, squares, usual = _geometric_sum(metric.decay, state.updates), self._vector("squares"), None
-            inverse = space.inverse_diagonal(metric, squares, weight, [])
-            if state.updates >= self._settings.clip_from:
-                usual = root(numbers(dot(squares, inverse))[0] / weight) / self._evaluator().unit
-            here = here._replace(inverse=inverse, usual=usual)
-        found = self._evaluator().gradient(here)
-        if found.bent:
-            self._remarks.bent()
-        return here, self._evaluator().measure_found(here, loss, found)
-
-    def _move(self, state: State, here: Here, now: Evaluation) -> State:
-        """Move along the momentum direction, and learn from the gradients; ``here.x`` goes along. Calls no closure."""
-        options = self.param_groups[0]
-        beta, unit = options["momentum"], self._evaluator().unit
-        clipped = free.clipping(state, now.norm, here.usual, self._settings)
-        if clipped < 1:
-            for g in now.g:
-                g.mul_(clipped)
-            for square in now.squared or ():
-                square.mul_(clipped**2)
+    def _move(self, state: State, now: Evaluation) -> State:
+        """Move along the momentum direction, and learn from the gradients. Calls no closure."""
+        layout, D, options = now.layout, now.operators, self.param_groups[0]
+        usual = self._metrics.usual(layout) if state.updates >= self._settings.clip_from else None
+        clipped = free.clipping(state, now.norm, usual, self._settings)
+        beta = options["momentum"]
         m = self._vector("momentum")
         for old, g in zip(m, now.g, strict=True):
-            torch.mul(g, 1 - beta, out=old) if state.momentum_weight == 0 else old.lerp_(g, 1 - beta)
+            if state.momentum_weight == 0:
+                old.zero_()  # what was there before a rollback is forgotten
+            old.mul_(beta).add_(g, alpha=(1 - beta) * clipped)
         weight = beta * state.momentum_weight + (1 - beta)
         state = free.track(state, now.loss, self._settings)._replace(momentum_weight=weight)
-        d = here.sharp(m)
-        direction_norm = root(numbers(dot(m, d))[0]) / weight / unit
+        d = D.sharp(m)
+        direction_norm = root(*self._evaluator().products(layout, (m, d))) / weight
         decay = max(group["weight_decay"] for group in self.param_groups)
         state = free.choose_step(state, direction_norm, decay, self._settings)
         state = free.observe(state, now.norm, now.squares, now.k, clipped, self._settings)
         # The average is over the points that steps start from: of none that is taken back afterwards.
         share = weight_in_average(state.updates, options["averaging"])
-        x = here.x
-        for average, previous, a in zip(self._vector("average"), self._vector("previous"), x, strict=True):
-            average.lerp_(a, share)
-            previous.copy_(a)
-        if decay:
-            decays = {p: group["weight_decay"] for group in self.param_groups for p in group["params"]}
-            here.space.scale(x, {p: 1 - state.step_size * decays[p] for p in here.space.params})
-        for a, b in zip(x, d, strict=True):
-            a.add_(b, alpha=-state.step_size / weight / unit)
-        here.space.put(x)
-        metric = self._metric()
-        if isinstance(metric, RMS):
-            assert now.squared is not None
-            for v, square in zip(self._vector("squares"), now.squared, strict=True):
-                torch.add(square, v, alpha=metric.decay, out=v)
+        for e, x in enumerate(layout.gather([p.detach() for p in layout.params])):
+            layout.vector("average", e, x).lerp_(x, share)
+            layout.vector("previous", e, x).copy_(x)
+        gate = Gate(now.norm, 0.0)
+        scales, etas = [1 / weight] * len(d), [float(state.step_size)] * len(d)
+        move(layout, Direction(d, scales, [], [], []), etas, gate)
+        self._metrics.observe(layout, now.g, gate, clipped)
         return state
 
     # Numbers and vectors ----------------------------------------------------------------------------------------------
@@ -339,56 +298,74 @@ class SGDOLFree(WatchingOptimizer):
             group["gradients"] = k
             group["step_size"] = state.step_size or group["step_size"]
 
-    def _metric(self) -> Any:
-        return metrics.get(self.param_groups[0]["metric"])
+    @property
+    def _metric_of(self) -> Callable[[dict[str, Any]], metrics.Metric]:
+        return lambda group: metrics.get(group["metric"])
 
-    def _taking_part(self) -> Space:
+    def _taking_part(self) -> Layout:
         """The parameters that move: those with a gradient now, or with a momentum from before."""
-        params = [p for p in self._params() if p.requires_grad and (p.grad is not None or p in self.state)]
+        members = [
+            [p for p in group["params"] if p.requires_grad and (p.grad is not None or p in self.state)]
+            for group in self.param_groups
+        ]
+        params = [p for some in members for p in some]
         if not any(p.grad is not None for p in params):
             raise RuntimeError("the closure left no gradient in any parameter: it has to call backward() itself")
-        space = self._evaluator().space_of(params)
-        if space is not self._space:
-            self._space, self._vectors = space, {}
-        return space
+        self._refuse_sparse(params)
+        return self._layout_of(members)
 
     def _vector(self, name: str) -> Vector:
         """A vector that is kept; each parameter's state holds its part of it."""
-        if name not in self._vectors:
-            space = self._space
-            assert space is not None
-            start = space.zeros()
-            for p, piece in space.pieces(start):
-                if name in self.state[p]:
-                    piece.copy_(self.state[p][name])
-                elif name in ("average", "previous"):
-                    piece.copy_(real_view(p))
-                self.state[p][name] = piece
-            self._vectors[name] = start
-        return self._vectors[name]
+        layout = self._layout
+        assert layout is not None
+        return [layout.vector(name, e) for e in range(len(layout.entries))]
 
-    def _evaluator(self) -> Evaluator:
-        if self._calls is None:
-            group = self.param_groups[0]
-            self._finder = Finder(self._params(), True, self)
-            sign = -1.0 if group["maximize"] else 1.0
-            self._calls = Evaluator(self._params(), self._finder, sign, group.get("unit", 1.0))
-        return self._calls
+    def _evaluator(self) -> Probes:
+        if self._probes is None:
+            assert self._passes is not None
+            assert self._finder is not None
+            sign = -1.0 if self.param_groups[0]["maximize"] else 1.0
+            self._probes = Probes(self._params(), self._passes, self._finder, sign, self._taking_part, self._settings)
+        return self._probes
 
-    def _world(self) -> World:
-        self._evaluator()
-        return super()._world()
+    def _assemble(self) -> None:
+        super()._assemble()
+        self._probes = None
+
+    def _remember(self) -> None:
+        """Note where the parameters are left."""
+        layout = self._layout
+        if layout is not None:
+            self._left = layout, (layout.sample(layout.gather([p.detach() for p in layout.params])), _versions(layout))
+
+    def _refuse_moved(self) -> None:
+        """Raise if the parameters are not where the last step left them: the optimizer compares points."""
+        if self._left is None:
+            return
+        layout, (sample, versions) = self._left
+        now = layout.gather([p.detach() for p in layout.params])
+        if versions != _versions(layout) or not layout.matches(sample, now):
+            raise RuntimeError(
+                "the parameters were changed by something else since the last step of SGDOLFree, which compares points "
+                "and would be misled. If that was on purpose, say so: opt.moved() after clipping or projecting, "
+                "opt.restart() after loading other weights"
+            )
 
     # Saving and loading -----------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that ``state_dict()`` returned, exactly; or one that version 0.1 saved, in Euclid's norm."""
+        """Load a state that ``state_dict()`` returned, exactly."""
+        refuse_other_states(state_dict)
 
         def check(final: dict[str, Any]) -> None:
             saved = [index for group in final["param_groups"] for index in group["params"]]
             refuse_other_shapes(saved, final["state"], self._params())
 
-        checkpoint.load(self, super().load_state_dict, of_this_version(state_dict), check, self._prepare)
+        checkpoint.load(self, super().load_state_dict, state_dict, check, self._loaded)
+
+    def _loaded(self) -> None:
+        self._prepare()
+        self._assemble()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_settings": self._settings}
@@ -397,9 +374,9 @@ class SGDOLFree(WatchingOptimizer):
         super().__setstate__(state)
         self.param_groups = [Group(group) for group in self.param_groups]
         if "defaults" in state:  # unpickled or copied: new parameters, which nobody watches yet
-            self._prepare()
+            self._loaded()
 
 
-def _geometric_sum(ratio: float, count: int) -> float:
-    """1 + ratio + ... + ratio^(count - 1)."""
-    return float(count) if ratio == 1 else (1 - ratio**count) / (1 - ratio)
+def _versions(layout: Layout) -> list[int]:
+    """How often large parameters, of which only a sample is compared, were written to."""
+    return [layout.params[entry.start]._version for entry in layout.entries if not entry.merged]

@@ -1,337 +1,451 @@
-"""The parameters that take part, as one vector: what the optimizer without M computes with.
+"""Parameters as vectors: a short list of tensors, however many parameters a model has.
 
-Every operation on a vector is one kernel, however many tensors a model has: on small models the time of a step is the
-number of calls. A vector is a list of flat tensors, one for each device and wide type among the parameters, which is to
-say one as a rule. Values are in float32 or wider.
+On small models the time of a step is the number of kernels. So all small tensors of a parameter group lie end to end in
+one flat tensor, and each large one is a tensor of its own; every operation on a vector is one kernel per entry. Only
+:class:`Layout` knows which tensors lie where.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from functools import cached_property
-from itertools import accumulate
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sgdol.metrics import RMS, Means
-from sgdol.torch._tensors import real_gradient, real_view, wide_dtype
+from sgdol.torch._world import ORDINARY, is_sharded, like_parameter, local, piece_of, real_view, several
 
-__all__ = ["APART", "Space", "Vector", "dot", "largest", "multiply", "norm", "numbers", "same", "total"]
+__all__ = [
+    "CHUNK",
+    "Layout",
+    "Numbers",
+    "Vector",
+    "as_number",
+    "dot",
+    "is_small",
+    "sample",
+    "scalar_dtype",
+    "size",
+    "sum_of",
+    "wide_dtype",
+]
 
 Vector = list[Tensor]
 
-KEPT = 1 << 20
-"""Vectors of at most so many coordinates keep their memory from step to step."""
+Numbers = list[Any]
+"""What is known of a vector in numbers. First one number for each tensor, as one float64 tensor; then, for each entry
+whose coordinates have step sizes of their own (:attr:`Layout.coordinates`), an array with a number per coordinate."""
 
-LONG = 1 << 12
-"""Tensors that are longer than this on average are summed one by one: what sums all at once takes longer a number."""
+SMALL = 1 << 14
+"""Tensors of at most so many numbers are merged."""
 
-FEW = 64
-"""How many coordinates of a gradient are compared to notice that it was rescaled."""
+CHUNK = 1 << 18
+"""Long products are taken in pieces of so many numbers: temporaries stay in the cache, and float32 sums stay exact."""
 
-APART = 2**-6
-"""Rounding of bfloat16 is less of a gradient's length than this, and anything else that is matters little."""
+SAMPLE = 64
+"""How many numbers of a large tensor are compared, to notice that it was changed."""
 
+SAFE = (1e-30, 1e30)
+"""Sums of products in float32 outside of this range may have lost digits: they are taken again, of multiples."""
 
-def multiply(a: Vector, b: Vector, out: Vector) -> Vector:
-    """The products of the coordinates, in this memory."""
-    return [torch.mul(x, y, out=z) for x, y, z in zip(a, b, out, strict=True)]
-
-
-def dot(a: Vector, b: Vector) -> Tensor:
-    """<a, b>, still on the device; :func:`numbers` reads several at once."""
-    if len(a) == 1:
-        return torch.dot(a[0], b[0])
-    return _sum([torch.dot(x, y) for x, y in zip(a, b, strict=True)])
+MERGED = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
+"""Types that are merged. A sum of narrow gradients is rounded to their type; in a wide vector it would not be."""
 
 
-def total(a: Vector) -> Tensor:
-    """The sum of the coordinates, still on the device."""
-    return _sum([x.sum() for x in a])
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The real type in which vectors of this type are kept: float32 or wider."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
-def numbers(*scalars: Tensor) -> list[float]:
-    """These scalars on the host, in one wait."""
-    if scalars[0].device.type == "cpu":
-        return [s.item() for s in scalars]
-    return torch.stack([s.detach().to(device=scalars[0].device, dtype=torch.float64) for s in scalars]).tolist()
+def scalar_dtype(device: torch.device) -> torch.dtype:
+    """The type of sums over time: float64 wherever the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
-def largest(a: Vector) -> float:
-    """The largest absolute value."""
-    return max(x.abs().max().item() if x.numel() else 0.0 for x in a)
+def size(tensor: Tensor) -> int:
+    """How many real numbers a tensor has, over all ranks."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
-def norm(a: Vector) -> float:
-    """||a||, whatever its scale: taken again of a multiple if the squares come near the end of the range."""
-    value = math.sqrt(numbers(dot(a, a))[0])
-    safe = min(torch.finfo(x.dtype).max for x in a) ** 0.25
-    if 1 / safe < value < safe:
-        return value
-    top = largest(a)
-    return _norm([x.double() / top for x in a]) * top if 0 < top < float("inf") else value
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b> as a float64 scalar on the device."""
+    a, b = a.reshape(-1), b.reshape(-1)
+    wide = scalar_dtype(a.device)
+    if a.numel() <= CHUNK:
+        total = torch.dot(a, b)
+    else:
+        parts = [torch.dot(x, y) for x, y in zip(a.split(CHUNK), b.split(CHUNK), strict=True)]
+        total = torch.stack(parts).to(wide).sum()
+    # The host may look at a sum of float32 products without waiting; an accelerator would have to be waited for.
+    if a.dtype == torch.float32 and total.device.type == "cpu" and not SAFE[0] < abs(total.item()) < SAFE[1]:
+        return _scaled_dot(a, b)
+    return total.to(wide)
 
 
-def _norm(a: Vector) -> float:
-    return float(_sum([torch.linalg.vector_norm(x, dtype=torch.float64).square() for x in a]).sqrt())
+def _scaled_dot(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b> of float32 whose products leave the range: of multiples by powers of two, which round as they would."""
+    tops = [float(x.abs().max()) if x.numel() else 0.0 for x in (a, b)]
+    if not all(0 < top < math.inf for top in tops):
+        return torch.dot(a.double(), b.double())
+    x, y = (torch.ldexp(v, torch.tensor(-math.frexp(top)[1])) for v, top in zip((a, b), tops, strict=True))
+    parts = [torch.dot(u, v) for u, v in zip(x.split(CHUNK), y.split(CHUNK), strict=True)]
+    return torch.ldexp(torch.stack(parts).double().sum(), torch.tensor(sum(math.frexp(top)[1] for top in tops)))
 
 
-def _sum(scalars: list[Tensor]) -> Tensor:
-    first, *rest = scalars
-    for other in rest:
-        first = first.double() + other.to(device=first.device, dtype=torch.float64)
-    return first
+class Entry(NamedTuple):
+    """One tensor of a vector: tensors ``start`` to ``stop`` of the layout."""
+
+    start: int
+    stop: int
+    group: int
+    """The place of their parameter group among :attr:`Layout.groups`."""
+    merged: bool
+    coordinates: bool
+    """Whether every coordinate has a step size of its own."""
+    sizes: list[int]
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+    """Of the tensor of the vector."""
 
 
-def same(a: Vector, b: Vector) -> bool:
-    """Whether these are the same numbers."""
-    return all(map(torch.equal, a, b))
+class Layout:
+    """Where some parameters lie in a vector.
 
-
-class _Memory:
-    """A flat tensor, and each parameter's part of it in its shape.
-
-    On the host it is also seen through numpy, whose calls take a fraction of the time where a tensor is small.
+    Args:
+        groups: parameter groups, with "granularity".
+        members: the parameters that take part, one list per group; groups without any are left out.
+        merges: whether small tensors of a group may be merged.
+        state: the optimizer's, where vectors are kept.
     """
 
-    def __init__(self, kind: _Kind, flat: Tensor) -> None:
-        self.flat = flat
-        parts = flat.split(kind.sizes)
-        self.pieces = [v.view(s) for v, s in zip(parts, kind.shapes, strict=True)]
-        self.sample = parts[kind.longest][:FEW]
-        self.array = flat.numpy() if flat.device.type == "cpu" else None
-
-    @cached_property
-    def arrays(self) -> list[Any]:
-        """The parts, through numpy."""
-        return [piece.numpy() for piece in self.pieces]
-
-
-class _Kind:
-    """Parameters on one device whose values are summed in one type."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params = params
-        self.dtype = wide_dtype(params[0].dtype)
-        self.device = params[0].device
-        self.shapes = [real_view(p).shape for p in params]
-        self.sizes = [shape.numel() for shape in self.shapes]
-        self.size = sum(self.sizes)
-        self.longest = self.sizes.index(max(self.sizes))
-        self.complex = any(p.is_complex() for p in params)
-        self._starts = [0, *accumulate(self.sizes[:-1])] if all(self.sizes) else []
-        self._kept: dict[int, _Memory] = {}
-        self._pointers: list[int] = []
-        self._own: list[Tensor] = []
-
-    def own(self) -> list[Tensor]:
-        """The parameters' own memory, as real tensors."""
-        pointers = [p.data_ptr() for p in self.params]
-        if pointers != self._pointers:
-            self._own = [real_view(p.detach()) for p in self.params]
-            for view, shape in zip(self._own, self.shapes, strict=True):
-                if view.shape != shape:
-                    raise RuntimeError(
-                        f"a parameter has shape {tuple(view.shape)} now and had {tuple(shape)} before, which what was "
-                        "learned belongs to: call opt.restart()"
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        members: Sequence[Sequence[Tensor]],
+        merges: Callable[[dict[str, Any]], bool],
+        state: dict[Any, Any],
+    ) -> None:
+        self._state = state
+        self.key = [[id(p) for p in some] for some in members]
+        """Tells one choice of parameters from another."""
+        self.groups = [group for group, some in zip(groups, members, strict=True) if some]
+        self.places = [place for place, some in enumerate(members) if some]
+        """The place of each of them among the optimizer's groups."""
+        self.params: list[Tensor] = []
+        self.group_of: list[int] = []
+        """The place of each parameter's group among :attr:`groups`."""
+        self.entries: list[Entry] = []
+        for place, (group, some) in enumerate(zip(self.groups, filter(len, members), strict=True)):
+            for params, merged in _arranged(some, merges(group)):
+                start, shapes = len(self.params), [real_view(local(p.detach())).shape for p in params]
+                sizes = [shape.numel() for shape in shapes]
+                self.params += params
+                self.group_of += [place] * len(params)
+                self.entries.append(
+                    Entry(
+                        start,
+                        len(self.params),
+                        place,
+                        merged,
+                        group.get("granularity") == "coordinate",
+                        sizes,
+                        wide_dtype(params[0].dtype),
+                        params[0].device,
+                        torch.Size([sum(sizes)]) if merged else shapes[0],
                     )
-            self._pointers = pointers
-        return self._own
+                )
+        self.size = sum(size(p) for p in self.params)
+        device = self.params[0].device if self.params else torch.device("cpu")
+        self.like = torch.zeros((), device=device, dtype=scalar_dtype(device))
+        """A number of the kind in which numbers are kept."""
+        self.coordinates = [e for e, entry in enumerate(self.entries) if entry.coordinates]
+        self.numbered = [i for entry in self.entries if not entry.coordinates for i in range(entry.start, entry.stop)]
+        """The tensors that have one number each, in order."""
+        self.plain = all(type(p) in ORDINARY and not p.is_complex() for p in self.params)
+        self._shapes = [real_view(local(p.detach())).shape for p in self.params]
+        self._kept: dict[tuple[str, int], Tensor] = {}
+        self._precisions: dict[int, torch.dtype] = {}
+        self._starts = [np.cumsum([0, *entry.sizes[:-1]]) for entry in self.entries]
+        self._index = {i: torch.repeat_interleave(torch.arange(len(entry.sizes)), torch.tensor(entry.sizes))
+                       .to(entry.device) for i, entry in enumerate(self.entries) if entry.merged}  # fmt: skip
 
-    def keep(self, flat: Tensor) -> Tensor:
-        """Remember the parts of memory that is kept anyway."""
-        self._kept[id(flat)] = _Memory(self, flat)
-        return flat
+    # Tensors and vectors ----------------------------------------------------------------------------------------------
 
-    def memory(self, flat: Tensor) -> _Memory:
-        """The same memory, in parts."""
-        kept = self._kept.get(id(flat))
-        return kept if kept is not None and kept.flat is flat else _Memory(self, flat)
+    def gather(self, tensors: Sequence[Tensor | None]) -> Vector:
+        """A vector of these tensors, one for each parameter, 0 where there is none. Not to be written to.
 
-    def pieces(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's part, in its shape."""
-        return self.memory(flat).pieces
-
-    def sums(self, flat: Tensor) -> list[float]:
-        """The sum over each parameter, of coordinates that are not negative."""
-        memory = self.memory(flat)
-        if memory.array is not None and self._starts and self.size <= LONG * len(self.sizes):
-            return np.add.reduceat(memory.array, self._starts).tolist()
-        if memory.array is None and self.size <= LONG * len(self.sizes):
-            return torch.stack(torch._foreach_norm(memory.pieces, 1)).tolist()
-        return numbers(*(piece.sum() for piece in memory.pieces))
-
-    def affine(self, flat: Tensor, factor: float, terms: list[float], out: Tensor) -> Tensor:
-        """The factor times the numbers, plus a number for each parameter, in this memory."""
-        given, memory = self.memory(flat).array, self.memory(out)
-        if given is None or memory.array is None:
-            torch.mul(flat, factor, out=out)
-            torch._foreach_add_(memory.pieces, terms)
-            return out
-        np.multiply(given, factor, out=memory.array)
-        for part, term in zip(memory.arrays, terms, strict=True):
-            np.add(part, term, out=part)
-        return out
-
-    def collect(self, flat: Tensor, found: list[Tensor | None]) -> Tensor:
-        """These tensors, one for each parameter, 0 where there is none."""
-        pieces = self.memory(flat).pieces
-        given = [t for t in found if t is not None]
-        if len(given) < len(found):
-            flat.zero_()
-            pieces = [piece for piece, t in zip(pieces, found, strict=True) if t is not None]
-        torch._foreach_copy_(pieces, [real_gradient(t) for t in given] if self.complex else given)
-        return flat
-
-
-class Space:
-    """The vectors over some parameters."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for p in params:
-            kinds.setdefault((p.device, wide_dtype(p.dtype)), []).append(p)
-        self._kinds = [_Kind(some) for some in kinds.values()]
-        self._kept: dict[str, Vector] = {}
-        self.given = params
-        """As they were given."""
-        self.params = [p for kind in self._kinds for p in kind.params]
-        """All of them, in the order in which they lie in a vector."""
-        self.size = sum(kind.size for kind in self._kinds)
-        """How many real coordinates there are."""
-        self.keeps = self.size <= KEPT
-        """Whether memory is kept by its name."""
-        self.narrow = any(real_view(p).dtype != wide_dtype(p.dtype) for p in params)
-        """Whether a parameter cannot hold what a vector can."""
-
-    # Parameters and vectors -------------------------------------------------------------------------------------------
-
-    def empty(self, name: str) -> Vector:
-        """Memory for a vector. Small ones are kept by their name: asking for memory would cost more than using it.
-
-        Whoever asks for a name again writes over what he got before.
+        Several small tensors are copied; of a large one it is the tensor itself, unless that is narrow.
         """
-        found = self._kept.get(name)
-        if found is None:
-            found = [torch.empty(kind.size, dtype=kind.dtype, device=kind.device) for kind in self._kinds]
-            if self.keeps:
-                self._kept[name] = self._watch(found)
-        return found
+        return [self.entry(tensors[entry.start : entry.stop], e) for e, entry in enumerate(self.entries)]
 
-    def zeros(self) -> Vector:
-        """A vector that will be kept."""
-        return self._watch([torch.zeros(kind.size, dtype=kind.dtype, device=kind.device) for kind in self._kinds])
+    def entry(self, tensors: Sequence[Tensor | None], e: int) -> Tensor:
+        """One entry of such a vector, from the tensors that lie in it."""
+        entry = self.entries[e]
+        found = [self._piece(tensor, entry.start + i) for i, tensor in enumerate(tensors)]
+        if entry.merged:
+            return torch._C._nn.flatten_dense_tensors(found)  # of a single tensor it is a view
+        return found[0] if found[0].dtype == entry.dtype else found[0].to(entry.dtype)
 
-    def _watch(self, v: Vector) -> Vector:
-        return [kind.keep(flat) for kind, flat in zip(self._kinds, v, strict=True)]
+    def gradients(self) -> Vector:
+        """What is in ``.grad``, 0 where nothing is; not to be written to."""
+        return self.gather([p.grad for p in self.params])
 
-    def point(self, name: str) -> Vector:
-        """Where the parameters are: a copy, in the memory of this name."""
-        x = self.empty(name)
-        for kind, flat in zip(self._kinds, x, strict=True):
-            torch._foreach_copy_(kind.pieces(flat), kind.own())
-        return x
+    def point(self) -> Vector:
+        """Where the parameters are: a copy."""
+        return self.copy(self.gather([p.detach() for p in self.params]))
+
+    def copy(self, vector: Vector) -> Vector:
+        """What :meth:`gather` returned, in memory of its own."""
+        return [self.copied(e, x) for e, x in enumerate(vector)]
+
+    def copied(self, e: int, x: Tensor) -> Tensor:
+        """One entry of what :meth:`gather` returned, in memory of its own."""
+        return x if len(self.entries[e].sizes) > 1 else x.clone()
 
     def put(self, x: Vector) -> None:
         """Move the parameters there."""
-        for kind, flat in zip(self._kinds, x, strict=True):
-            torch._foreach_copy_(kind.own(), kind.pieces(flat))
+        torch._foreach_copy_(self.own(), self.views(x))
 
-    def gradients(self, factor: float, name: str) -> Vector:
-        """What is in ``.grad``, 0 where nothing is, times a factor: a copy, in the memory of this name."""
-        return self.collect(_gradient, factor, name)
+    def own(self) -> list[Tensor]:
+        """The parameters' own memory, as real tensors."""
+        if self.plain:
+            return self.params
+        return [real_view(local(p)) for p in self.params]
 
-    def put_gradients(self, g: Vector, factor: float) -> None:
-        """Leave copies of these gradients, divided by the factor, in ``.grad``."""
-        for p, piece in self.pieces(g):
-            grad = (piece / factor).to(real_view(p).dtype)
-            p.grad = torch.view_as_complex(grad) if p.is_complex() else grad
+    def views(self, vector: Vector) -> list[Tensor]:
+        """Each parameter's part of a vector, in its (real) shape."""
+        return [part for e, x in enumerate(vector) for part in self.parts(e, x)]
 
-    def has_gradient(self, g: Vector, factor: float) -> bool:
-        """Whether the longest parameter's gradient is what this vector says, as far as a few entries tell."""
-        kind = self._kinds[0]
-        grad = kind.params[kind.longest].grad
-        if grad is None:
-            return False
-        sample, grad = kind.memory(g[0]).sample, real_gradient(grad)
-        entries = grad.as_strided(sample.shape, (1,)) if grad.is_contiguous() else grad.reshape(-1)[:FEW]
-        return torch.equal(sample if factor == 1.0 else sample / factor, entries.to(sample.dtype))
+    def parts(self, e: int, x: Tensor) -> list[Tensor]:
+        """The parts of one entry, each in its parameter's (real) shape."""
+        entry = self.entries[e]
+        if not entry.merged:
+            return [x]
+        return [part.view(self._shapes[entry.start + i]) for i, part in enumerate(x.split(entry.sizes))]
 
-    def collect(self, tensor_of: Callable[[Tensor], Tensor | None], factor: float, name: str) -> Vector:
-        """A tensor for each parameter, 0 where there is none, times a factor: a vector in the memory of this name."""
-        found = self.empty(name)
-        for kind, flat in zip(self._kinds, found, strict=True):
-            kind.collect(flat, [tensor_of(p) for p in kind.params])
-        return found if factor == 1.0 else [flat.mul_(factor) for flat in found]
+    def sample(self, vector: Vector) -> Vector:
+        """All numbers of small tensors, and a few of each large one, in memory of their own."""
+        return [
+            x if len(entry.sizes) > 1 else x.clone() if entry.merged else sample(x)
+            for x, entry in zip(vector, self.entries, strict=True)
+        ]
 
-    def taken_from(self, other: Space, v: Vector) -> Vector:
-        """A vector of another space over this one's parameters: 0 where that had none."""
-        if other is self:
-            return v
-        known = dict(other.pieces(v))
-        result = [torch.zeros(kind.size, dtype=kind.dtype, device=kind.device) for kind in self._kinds]
-        for p, piece in self.pieces(result):
-            if p in known:
-                piece.copy_(known[p])
-        return result
+    def matches(self, kept: Vector, vector: Vector) -> bool:
+        """Whether a vector is still what :meth:`sample` was taken of, as far as that tells."""
+        each = zip(kept, vector, self.entries, strict=True)
+        return all(torch.equal(old, x if entry.merged else sample(x)) for old, x, entry in each)
 
-    def pieces(self, v: Vector) -> Iterable[tuple[Tensor, Tensor]]:
-        """Each parameter with its part of the vector, in its (real) shape; writing to it writes to the vector."""
-        for kind, flat in zip(self._kinds, v, strict=True):
-            yield from zip(kind.params, kind.pieces(flat), strict=True)
+    def _piece(self, tensor: Tensor | None, i: int) -> Tensor:
+        """This rank's real piece of a tensor that belongs to parameter i."""
+        if type(tensor) is Tensor and not tensor.is_complex():
+            return tensor
+        if tensor is None:
+            p = self.params[i]
+            dtype = wide_dtype(p.dtype) if p.is_complex() else p.dtype
+            return torch.zeros(self._shapes[i], dtype=dtype, device=p.device)
+        return piece_of(tensor, self.params[i])
 
-    # Arithmetic -------------------------------------------------------------------------------------------------------
+    def current(self) -> bool:
+        """Whether the parameters still have the shapes and types that they had."""
+        return self.reshaped() is None and all(
+            wide_dtype(self.params[i].dtype) == entry.dtype and self.params[i].device == entry.device
+            for entry in self.entries
+            for i in range(entry.start, entry.stop)
+        )
 
-    def scale(self, v: Vector, factors: dict[Tensor, float]) -> None:
-        """Multiply each parameter's part by its own factor, or all by one if they agree."""
-        if len(set(factors.values())) == 1:
-            factor = next(iter(factors.values()))
-            for flat in v if factor != 1.0 else ():
-                flat.mul_(factor)
-            return
-        for kind, flat in zip(self._kinds, v, strict=True):
-            torch._foreach_mul_(kind.pieces(flat), [factors[p] for p in kind.params])
+    def reshaped(self) -> tuple[Tensor, torch.Size] | None:
+        """A parameter that has another shape now, and the shape that it had."""
+        for p, shape in zip(self.params, self._shapes, strict=True):
+            if (p.shape if self.plain else real_view(local(p.detach())).shape) != shape:
+                return p, shape
+        return None
 
-    def rescale(self, squares: Vector, before: Vector, now: Vector) -> bool:
-        """Squares of contributions to gradients that have been rescaled since, or written by hand: those are one.
+    # Vectors that are kept in the optimizer's state -------------------------------------------------------------------
 
-        Returns whether a tensor was changed by more than a factor.
+    def vector(self, name: str, e: int, fill: Tensor | None = None) -> Tensor:
+        """Entry e of a vector whose parts are in the state of each parameter under this name.
+
+        Args:
+            name: under which it is kept.
+            e: which entry.
+            fill: what it is for parameters that have no such state yet, a number or an entry; None for 0.
         """
-        bent = False
-        for kind, q, old, new in zip(self._kinds, squares, before, now, strict=True):
-            olds, gradients = kind.pieces(old), kind.pieces(new)
-            norms = zip(torch._foreach_norm(olds), torch._foreach_norm(gradients), strict=True)
-            for piece, g, g_old, (a, b) in zip(kind.pieces(q), gradients, olds, norms, strict=True):
-                if a == 0:
-                    torch.mul(g, g, out=piece)
-                    continue
-                piece.mul_((b / a) ** 2)
-                bent = bent or bool(torch.sub(g, g_old * (b / a)).norm() > APART * b)
-        return bent
+        kept = self._kept.get((name, e))
+        if kept is None:
+            kept = self._kept[name, e] = self._kept_entry(name, e, fill)
+        return kept
 
-    def inverse_diagonal(self, metric: RMS, squares: Vector | None, weight: float, g: Vector) -> Vector:
-        """1/D, from the weighted sums of the past squares and of the weights; without a past, from this gradient.
+    def holds(self, name: str, e: int) -> bool:
+        """Whether the state of any parameter of an entry has this name."""
+        return any(name in self._state.get(p, ()) for p in self.params[self.rows(e)])
 
-        With the coefficients of :meth:`sgdol.metrics.RMS.coefficients`.
+    def _kept_entry(self, name: str, e: int, fill: Tensor | None) -> Tensor:
+        entry, state = self.entries[e], self._state
+        held = [state[p].get(name) for p in self.params[entry.start : entry.stop]]
+        if not entry.merged and held[0] is not None:
+            return real_view(local(held[0]))
+        dtype = entry.dtype if fill is None else fill.dtype
+        x = torch.zeros(entry.shape, dtype=dtype, device=entry.device)
+        if fill is not None:
+            x.copy_(fill)
+        for p, part, old in zip(self.params[self.rows(e)], self.parts(e, x), held, strict=True):
+            if old is not None:
+                part.copy_(real_view(local(old)))
+            state[p][name] = like_parameter(part, p)
+        return x
+
+    def forget(self) -> None:
+        """Another layout has written to the state: vectors are made of it anew."""
+        self._kept.clear()
+
+    # Numbers ----------------------------------------------------------------------------------------------------------
+
+    def sums(self, e: int, values: Tensor) -> Tensor:
+        """The sum over each tensor of an entry: one float64 number for each."""
+        entry = self.entries[e]
+        if not entry.merged:
+            return values.sum(dtype=self.like.dtype).reshape(1)
+        if values.device.type == "cpu":
+            return torch.from_numpy(np.add.reduceat(values.to(torch.float64).numpy(), self._starts[e]))
+        return torch.zeros(len(entry.sizes), device=values.device, dtype=self.like.dtype).index_add_(
+            0, self._index[e], values.to(self.like.dtype)
+        )
+
+    def products(self, a: Vector, b: Vector, operators: Sequence[Any] | None = None) -> Numbers:
+        """<a, D^-1 b> of each tensor, and a D^-1 b of each coordinate where these have step sizes of their own.
+
+        Args:
+            a: a vector.
+            b: another.
+            operators: D of each entry (:mod:`sgdol.torch._metric`); None for D = 1.
         """
-        seen = multiply(g, g, self.empty("scratch")) if squares is None else squares
-        sums = [kind.sums(v) for kind, v in zip(self._kinds, seen, strict=True)]
-        share = self.size / (sum(map(sum, sums)) or 1.0)
-        # The coefficients for an overall mean of 1, of tensors whose own mean is 1 too; where that is 0, D is at its
-        # floor, and between them D^2 is linear.
-        a, c = metric.coefficients(weight, Means(1.0, 1.0))
-        least = metric.floor**2
-        slope, a = c * c - least, a * a * share * (weight or 1.0)
-        result = self.empty("inverse")
-        for kind, v, s, inverse in zip(self._kinds, seen, sums, result, strict=True):
-            terms = [least + slope * share * x / (size or 1) for x, size in zip(s, kind.sizes, strict=True)]
-            kind.affine(v, 0.0 if squares is None else a, terms, inverse).rsqrt_()
-        return result
+        numbers, arrays = [], []
+        for e, entry in enumerate(self.entries):
+            x, y = a[e], b[e]
+            if entry.coordinates:
+                wide = self.precision(e, x)
+                y = y.to(wide)
+                arrays.append(x.to(wide) * (y if operators is None else operators[e].sharp(y)))
+            elif entry.merged:
+                # In float64, whose range and precision squares of float32 need.
+                y = y if operators is None else operators[e].sharp(y)
+                wide_x = x.to(self.like.dtype)
+                numbers.append(self.sums(e, wide_x * (wide_x if x is y else y.to(self.like.dtype))))
+            else:
+                product = dot(x, y) if operators is None else operators[e].inner(x, y)
+                numbers.append(product.to(self.like.device).reshape(1))
+        if not numbers:
+            numbers.append(self.like.new_zeros(0))
+        return [numbers[0] if len(numbers) == 1 else torch.cat(numbers), *arrays]
+
+    def total(self, a: Vector, b: Vector, operators: Sequence[Any], known: Sequence[Tensor] = ()) -> float:
+        """<a, D^-1 b>, summed over all tensors: a Python number. Of large entries it may be known already."""
+        total = 0.0
+        for e, (x, y) in enumerate(zip(a, b, strict=True)):
+            if self.entries[e].merged:
+                total += dot(x, operators[e].sharp(y)).item()
+            else:
+                total += (known[e] if known else operators[e].inner(x, y)).item()
+        return total
+
+    def precision(self, e: int, x: Tensor) -> torch.dtype:
+        """The type of products of single coordinates: float64 also for float32 whose squares leave its range.
+
+        It is that of what has been learned from them, or what the first gradient needs. Ranks have to agree on it, so
+        several of them take what the parameter's type says.
+        """
+        wide = self.entries[e].dtype
+        if wide == torch.float64 or x.device.type != "cpu" or several():
+            return wide
+        if e not in self._precisions:
+            held = self._state.get(self.params[self.entries[e].start], {})
+            learned = next((v.dtype for key, v in held.items() if key.startswith("learner.") and v.dim()), None)
+            largest = float(x.abs().max()) if x.numel() and learned is None else 0.0
+            if learned is None and largest == 0:
+                return wide
+            inside = 1e-11 < largest < 1e15 or not np.isfinite(largest)
+            self._precisions[e] = learned or (wide if inside else torch.float64)
+        return self._precisions[e]
+
+    def totals(self, numbers: Numbers) -> Tensor:
+        """One number for each tensor of the layout, also for those whose coordinates have their own."""
+        first, *arrays = numbers
+        if not arrays:
+            return first
+        out = self.like.new_zeros(len(self.params))
+        out[self.numbered] = first
+        for e, values in zip(self.coordinates, arrays, strict=True):
+            out[self.entries[e].start : self.entries[e].stop] = self.sums(e, values)
+        return out
+
+    def remapped(self, source: Layout, numbers: Numbers, otherwise: Numbers) -> Numbers:
+        """Numbers of another layout for the tensors of this one; ``otherwise`` where that has none."""
+        if source is self:
+            return numbers
+        known = {source.params[i]: numbers[0][row] for row, i in enumerate(source.numbered)}
+        for e, values in zip(source.coordinates, numbers[1:], strict=True):
+            known.update(zip(source.params[source.rows(e)], source.parts(e, values), strict=True))
+        first, *arrays = (values.clone() for values in otherwise)
+        for row, i in enumerate(self.numbered):
+            first[row] = known.get(self.params[i], first[row])
+        for e, values in zip(self.coordinates, arrays, strict=True):
+            for p, part in zip(self.params[self.rows(e)], self.parts(e, values), strict=True):
+                part.copy_(known.get(p, part))
+        return [first, *arrays]
+
+    def by_group(self, values: Sequence[Any]) -> Numbers:
+        """One value for each group of the layout, as numbers that go with those of :meth:`products`."""
+        first = values[0]
+        if len(values) > 1 and any(
+            value is not first and (isinstance(value, Tensor) or value != first) for value in values[1:]
+        ):
+            each = torch.stack([as_number(value, self.like) for value in values])
+            first = each[[self.group_of[i] for i in self.numbered]]
+        return [first, *(values[self.entries[e].group] for e in self.coordinates)]
+
+    def spread(self, e: int, numbers: Tensor) -> Tensor:
+        """One number for each tensor of an entry, at each of its coordinates."""
+        if not self.entries[e].merged:
+            return numbers.reshape(())
+        if numbers.device.type == "cpu":
+            return torch.from_numpy(np.repeat(numbers.numpy(), self.entries[e].sizes))
+        return numbers[self._index[e]]
+
+    def rows(self, e: int) -> slice:
+        """The rows of an entry's tensors in a vector with one number for each tensor of the layout."""
+        return slice(self.entries[e].start, self.entries[e].stop)
 
 
-def _gradient(p: Tensor) -> Tensor | None:
-    return p.grad
+def as_number(value: Any, like: Tensor) -> Tensor:
+    """A number as a tensor of the type and on the device of ``like``; torch would make a float32 of a Python float."""
+    return value.to(like) if isinstance(value, Tensor) else like.new_tensor(value)
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """A few numbers of a tensor, spread over it, in memory of their own."""
+    flat = tensor.reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)].clone()
+
+
+def is_small(p: Tensor) -> bool:
+    """Whether a parameter is merged with others, where the metric allows it."""
+    return 0 < p.numel() <= SMALL and p.dtype in MERGED and not is_sharded(p)
+
+
+def sum_of(x: Tensor, small: bool) -> Tensor:
+    """The sum over a tensor, to the last bit what :meth:`Layout.sums` makes of it."""
+    if small and x.device.type == "cpu":
+        return torch.from_numpy(np.add.reduceat(x.reshape(-1).to(torch.float64).numpy(), [0]))[0]
+    return x.sum(dtype=scalar_dtype(x.device))
+
+
+def _arranged(params: Iterable[Tensor], merges: bool) -> list[tuple[list[Tensor], bool]]:
+    """The parameters of a group, entry by entry, and whether an entry is merged: small tensors of one kind together."""
+    found: dict[Any, list[Tensor]] = {}
+    for p in params:
+        small = merges and is_small(p)
+        found.setdefault((p.device, wide_dtype(p.dtype)) if small else id(p), []).append(p)
+    return [(some, not isinstance(kind, int)) for kind, some in found.items()]

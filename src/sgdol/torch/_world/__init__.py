@@ -18,10 +18,8 @@ from sgdol.torch._world._pieces import (
     is_sharded,
     like_parameter,
     local,
-    local_gradient,
-    placed_like,
-    real_gradients,
-    real_pieces,
+    piece_of,
+    real_view,
 )
 
 __all__ = [
@@ -35,10 +33,9 @@ __all__ = [
     "is_sharded",
     "like_parameter",
     "local",
-    "local_gradient",
-    "placed_like",
-    "real_gradients",
-    "real_pieces",
+    "piece_of",
+    "real_view",
+    "several",
 ]
 
 _ALONE = Alone()

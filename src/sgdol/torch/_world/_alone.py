@@ -121,6 +121,10 @@ class World:
         """Everything that sums over ranks need, in one message: all that this rank knows becomes what all know."""
         return own
 
+    def mean(self, value: float) -> float:
+        """The mean over the ranks of a number that each has of its own data."""
+        return value
+
     def averages(self, param: Tensor) -> bool:
         """Whether ``.grad`` is the mean of what the ranks had."""
         return True

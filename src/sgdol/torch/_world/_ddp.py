@@ -68,6 +68,14 @@ class DataParallel(World):
         squares = [(s / self.ranks**2).view(o.shape).to(o) for s, o in zip(squares, own.squares, strict=True)]
         return own._replace(q=(q / self.ranks**2).to(own.q), seen=seen.to(own.q), squares=squares)
 
+    def mean(self, value: float) -> float:
+        """One all-reduce of one number."""
+        self._refuse_join()
+        device = next(self._wrapper().parameters()).device  # type: ignore[union-attr]
+        total = torch.tensor([value], dtype=torch.float64, device=device)
+        dist.all_reduce(total, group=self._group)
+        return total.item() / self.ranks
+
     def _refuse_join(self) -> None:
         """Ranks that have run out of inputs answer for DistributedDataParallel, not for this sum: it would hang."""
         config = getattr(self._wrapper(), "_join_config", None)

@@ -13,19 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sgdol.torch._tensors import real_gradient, real_view
-
 __all__ = [
     "ORDINARY",
     "fitted",
     "is_sharded",
     "like_parameter",
     "local",
-    "local_gradient",
+    "piece_of",
     "placed_like",
     "plain",
-    "real_gradients",
-    "real_pieces",
+    "real_view",
     "whole",
 ]
 
@@ -66,28 +63,15 @@ def placed_like(tensor: Tensor, owner: Tensor) -> Tensor:
     return piece.wait() if hasattr(piece, "wait") else piece
 
 
-def local_gradient(param: Tensor) -> Tensor:
-    """This rank's piece of the parameter's gradient, zero if it has none in this step."""
-    grad = param.grad
-    if type(grad) in ORDINARY:
-        return grad  # type: ignore[return-value]
-    return torch.zeros_like(local(param)) if grad is None else plain(placed_like(grad, param))
+def real_view(tensor: Tensor) -> Tensor:
+    """The tensor, complex numbers seen as pairs of real ones; writing to the view writes to the tensor."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def real_pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's pieces of many tensors, complex numbers seen as pairs of real ones."""
-    if {type(t) for t in tensors} <= ORDINARY and not any(t.dtype.is_complex for t in tensors):
-        return list(tensors)
-    return [real_view(local(t)) for t in tensors]
-
-
-def real_gradients(params: Sequence[Tensor]) -> list[Tensor]:
-    """This rank's pieces of the parameters' gradients, in the same way; not to be written to."""
-    grads = [p.grad for p in params]
-    found = [g for g in grads if type(g) is Tensor and not g.dtype.is_complex]
-    if len(found) == len(grads):
-        return found
-    return [real_gradient(local_gradient(p)) for p in params]
+def piece_of(tensor: Tensor, param: Tensor) -> Tensor:
+    """This rank's real piece of a tensor that belongs to the parameter, such as its gradient; not to be written to."""
+    piece = plain(placed_like(tensor, param))
+    return real_view(piece.resolve_conj())  # autograd may leave a complex gradient as a lazy conjugate
 
 
 def like_parameter(piece: Tensor, param: Tensor) -> Tensor:

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from sgdol.torch._tensors import wide_dtype
+from sgdol.torch._vectors import wide_dtype
 
-__all__ = ["Remarks"]
+__all__ = ["Warnings"]
 
 RUNNING = 10
 """So many updates of size 0, or skipped ones, running are no accident."""
 
 
-class Remarks:
+class Warnings:
     """Counts, and says a sentence when it is enough.
 
     Args:
@@ -43,16 +43,26 @@ class Remarks:
                 "sgdol.torch.backward(loss_fn, *batch) in place of loss_fn(*batch).backward(), at the same cost."
             )
 
-    def taken(self) -> None:
-        """Several gradients came in one step: one that comes alone is the last batch of an epoch."""
-        self._several = True
+    def taken(self, bent: bool, of_the_world: Sequence[str]) -> None:
+        """Several gradients came in one step: one that comes alone later is the last batch of an epoch.
 
-    def not_zeroed(self) -> None:
+        Args:
+            bent: whether gradients were changed after a backward by more than a factor each.
+            of_the_world: what the ranks have to say.
+        """
+        self._several = True
+        if bent:
+            self.bent()
+        for sentence in of_the_world:
+            self._say(sentence)
+
+    def not_zeroed(self, left_over: bool) -> None:
         """Gradients of the step before were there when the first backward of this one came."""
-        self._say(
-            "gradients were not zeroed after the last step(), so that those of this step were added to them. They "
-            "count as agreeing, and the step size grows on noise: call zero_grad() after every step()."
-        )
+        if left_over:
+            self._say(
+                "gradients were not zeroed after the last step(), so that those of this step were added to them. They "
+                "count as agreeing, and the step size grows on noise: call zero_grad() after every step()."
+            )
 
     def bent(self) -> None:
         """Gradients were changed after a backward by more than a factor each."""
@@ -62,22 +72,6 @@ class Remarks:
             "the step size is wrong. clip_grad_norm_ after the last backward() is right; Tensor.register_hook, which "
             "changes each gradient before it is measured, is right; and for SGDOL so is anything with one backward() "
             "per step()."
-        )
-
-    def shared(self) -> None:
-        """Reentrant checkpointing: a parameter is in several segments, which was not known before."""
-        self._say(
-            "a parameter is used in several segments of reentrant activation checkpointing, so that one backward() "
-            "brought it several gradients and the noise of this step is measured wrong; later steps are right. Use "
-            "checkpoint(..., use_reentrant=False)."
-        )
-
-    def threads(self) -> None:
-        """Another thread's backward began while the first of this thread ran."""
-        self._say(
-            "backward() runs in several threads at once, one of them the one that calls step(), and the noise of this "
-            "step is measured wrong; later steps are right. Run all backward() calls of a step in other threads, or "
-            "one after the other."
         )
 
     def skipped(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -101,10 +95,9 @@ class Remarks:
         self._skips = 0
 
     def updated(self, groups: Sequence[dict[str, Any]], step_sizes: Sequence[Any]) -> None:
-        """An update was made with these step sizes, known to the host; None where a group took no part."""
+        """An update was made with these step sizes of the groups that took part."""
         self.finite()
-        part = [(group, eta) for group, eta in zip(groups, step_sizes, strict=True) if eta is not None]
-        if any(eta.tolist() != 0 for _, eta in part) or all(float(group["lr"]) == 0 for group, _ in part):
+        if any(float(eta) != 0 for eta in step_sizes) or all(float(group["lr"]) == 0 for group in groups):
             self._zeros = 0
             return
         self._zeros += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Never
@@ -11,27 +10,21 @@ import torch
 from torch import Tensor
 
 from sgdol.learners import Learner
-from sgdol.metrics import Metric
+from sgdol.metrics import Euclidean, Metric
 from sgdol.surrogate import Estimator, MomentumStatistics
 from sgdol.torch import _checkpoint as checkpoint
 from sgdol.torch import _diagnostics as diagnostics
 from sgdol.torch._averaging import average_groups
 from sgdol.torch._base import WatchingOptimizer
-from sgdol.torch._blocks import Blocks, Granularity, share
+from sgdol.torch._blocks import Blocks, Granularity, Learned, share
 from sgdol.torch._checkpoint import Blanks, first_step_size
-from sgdol.torch._guard import Guard
-from sgdol.torch._options import (
-    LEARNED_WITH,
-    OPTIONS,
-    Catalogue,
-    every_group_has_a_rate,
-    materialise,
-    refuse_unknown,
-)
-from sgdol.torch._remarks import Remarks
-from sgdol.torch._sources import Gradients, GroupWishes, HeldPair, Passes, Source, Wish
-from sgdol.torch._statistics import Statistics
-from sgdol.torch._update import Outcome, update
+from sgdol.torch._direction import Directions
+from sgdol.torch._gate import Gate
+from sgdol.torch._gradients import Gradients
+from sgdol.torch._options import LEARNED_WITH, OPTIONS, Catalogue, every_group_has_a_rate, materialise, refuse_unknown
+from sgdol.torch._pair import HeldPair
+from sgdol.torch._update import move
+from sgdol.torch._vectors import Layout, as_number
 
 __all__ = ["SGDOL"]
 
@@ -112,9 +105,10 @@ class SGDOL(WatchingOptimizer):
     """
 
     _pair: HeldPair
-    _sources: list[Source]
-    _statistics: Statistics
-    _taking_part: list[Tensor]
+    _directions: Directions
+    _blocks: Blocks | None
+    _host = True
+    """Whether numbers on the CPU may be read; False decides as on a device."""
 
     def __init__(
         self,
@@ -165,9 +159,7 @@ class SGDOL(WatchingOptimizer):
                 "sgdol.SGDOLFree needs neither (experimental)"
             )
         self._prepare()
-        self._guard, self._remarks = Guard(), Remarks(self._warn)
         self._blank = False
-        self._blocks: Blocks | None = None
         super().__init__(params, self._catalogue.defaults)
 
     @property
@@ -188,10 +180,10 @@ class SGDOL(WatchingOptimizer):
         Returns:
             What the closure returned, or None.
         """
+        if torch.compiler.is_compiling():  # it counts passes: nothing to trace, so nothing to recompile
+            return torch.compiler.disable(self._step)(closure)
         return self._step(closure)
 
-    @torch.compiler.disable  # counts passes and looks at versions: nothing to trace, so nothing to recompile
-    @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self._swapped:
             raise RuntimeError("step() inside averaged() would train the averaged weights: leave it first")
@@ -199,9 +191,10 @@ class SGDOL(WatchingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        gradients = self._take()
-        if gradients is not None:
-            self._update(gradients)
+        with torch.no_grad():
+            gradients = self._take()
+            if gradients is not None:
+                self._update(gradients)
         return result
 
     @property
@@ -272,115 +265,125 @@ class SGDOL(WatchingOptimizer):
 
     def _take(self) -> Gradients | None:
         """The gradients of this step, if they are enough for an update; else hold what there is."""
-        pending, pair = self.pending, self._pair
-        params = [p for p in self._params() if p.grad is not None or (pending and pair.holds(p))]
+        pair, passes, pending = self._pair, self._passes, self.pending
+        assert passes is not None
+        members = [
+            [p for p in group["params"] if p.grad is not None or (pending and pair.holds(p))]
+            for group in self.param_groups
+        ]
+        params = [p for some in members for p in some]
         if not params or (pending and all(p.grad is None for p in params)):
             return None
-        if len(self._taking_part) == len(params) and all(map(operator.is_, self._taking_part, params)):
-            params = self._taking_part  # the same object as in the last step, by which others know that it is
-        else:
-            self._taking_part = params
         self._refuse_sparse(params)
-        assert self._recorder is not None
-        if self._recorder.unseen(params):
-            self._watch()
-            if checkpoint.is_creating(self.param_groups, params, self._recorder, self._world()):
+        unseen = passes.unseen(params)
+        if unseen:
+            passes.watch()
+            if checkpoint.is_creating(self.param_groups, params, passes.k, self._world()):
                 checkpoint.create(self.param_groups, self.state, self._blanks)
                 self._blank = True
                 return None
         if self._blank:
-            self._blank = False
+            self._blank, self._blocks = False, None
             checkpoint.drop_blanks(self.state, pending)
-        found = None
-        for source in self._sources:
-            found = source.take(params)
-            if found is not None:
-                break
-        if found is None:
+        layout, world, k = self._layout_of(members), self._world(), passes.k
+        host = self._host and layout.like.device.type == "cpu"
+        pooled = host and world.ranks == 1 and not world.spread and self._blocks_of(layout).pooled()
+        gradients = None
+        if pending:
+            gradients = pair.take(layout, pooled=pooled)
+        elif max(k, 1) * world.ranks >= 2 and not self._holds_first(k):
+            gradients = passes.take(layout, pooled=pooled)
+            self._warnings.taken(passes.bent, world.remarks)
+        else:
             pair.hold(params)
-            self._remarks.held(self.param_groups)
-        elif not pending:
-            self._remarks.taken()
-            if self._recorder.bent:
-                self._remarks.bent()
-            for remark in self._world().remarks:
-                self._warn(remark)
-        if self._recorder.left_over:
-            self._remarks.not_zeroed()
-        self._recorder.reset(used=True)
-        return found
+            self._warnings.held(self.param_groups)
+        self._warnings.not_zeroed(passes.left_over)
+        passes.reset(used=True)
+        if unseen:
+            self._assemble()  # from the next backward on they are watched
+        return gradients
+
+    def _holds_first(self, k: int) -> bool:
+        """Whether the paper's estimator waits for the second gradient of its pair; it takes one backward per step."""
+        paper = any(group["estimator"] == "paper" for group in self.param_groups)
+        if paper and k > 1:
+            raise ValueError(
+                f'estimator="paper" takes one backward() per step(), got {k}: the first step() holds its gradient and '
+                'the second updates. estimator="symmetric" uses all gradients of a step'
+            )
+        return paper
 
     def _update(self, gradients: Gradients) -> None:
-        verdict = self._guard.judge(gradients.n, gradients.u)
-        first, ok = self.param_groups[0], verdict.ok
-        totals = first["totals"].to(gradients.n) if "totals" in first else diagnostics.zeros(gradients.n)
-        if verdict.skip:
-            first["totals"] = diagnostics.skipped(totals)
-            share(self.param_groups)
-            self._geometry.diagonals.forget()
-            self._remarks.skipped(self.param_groups)
+        """One update, from its gradients to the new parameters: the whole algorithm."""
+        gate = Gate(gradients.squared, gradients.signal, self._host)
+        first, layout, world = self.param_groups[0], gradients.layout, self._world()
+        totals = first["totals"].to(layout.like) if "totals" in first else diagnostics.zeros(layout.like)
+        if gate.skip:
+            self._skip(totals)
             return
-        if ok is None:
-            self._remarks.identical(verdict.n, verdict.u, gradients.params[0].dtype)
-        blocks = self._blocks_of(gradients.params)
-        direction = self._statistics.direction(gradients, blocks.group_of, diagnostics.updates(totals), ok)
-        outcome = update(blocks, direction, self._catalogue.learner_of, self._geometry, self._world(), ok)
-        self._statistics.remember(direction, blocks.group_of, ok)
-        self._geometry.diagonals.observe(gradients.params, gradients.vectors, gradients.scale, ok)
-        self._record(blocks, outcome, totals, gradients.k, ok)
+        direction = self._directions.make(gradients, gate.number(diagnostics.updates(totals)), gate)
+        learned = self._blocks_of(layout).learn(direction, gradients.squared, gate, world)
+        move(layout, direction, learned.etas, gate)
+        self._metrics.observe(layout, gate.finite(gradients.g), gate)
+        self._record(layout, learned, totals, gradients.k, gate)
 
-    def _record(self, blocks: Blocks, outcome: Outcome, totals: Tensor, k: int, ok: Tensor | None) -> None:
-        first = self.param_groups[0]
-        first["totals"] = diagnostics.added(totals, outcome, ok)
-        first["gradients"] = k
-        for group, eta in zip(self.param_groups, outcome.step_sizes, strict=True):
-            if eta is not None:
-                group["step_size"] = eta if ok is None else torch.where(ok, eta, group["step_size"].to(eta))
-        if ok is None:
-            self._remarks.updated(self.param_groups, outcome.step_sizes)
+    def _skip(self, totals: Tensor) -> None:
+        self.param_groups[0]["totals"] = diagnostics.skipped(totals)
         share(self.param_groups)
-        average_groups(self.param_groups, self.state, blocks.params, diagnostics.updates(first["totals"]), ok)
+        self._metrics.forget()
+        self._warnings.skipped(self.param_groups)
 
-    def _blocks_of(self, params: list[Tensor]) -> Blocks:
+    def _record(self, layout: Layout, learned: Learned, totals: Tensor, k: int, gate: Gate) -> None:
+        """Keep what diagnostics, loggers and averages need of an update."""
+        first = self.param_groups[0]
+        first["totals"], first["gradients"] = diagnostics.added(totals, learned, gate), k
+        for group, eta in zip(layout.groups, learned.step_sizes, strict=True):
+            eta = as_number(eta, layout.like)
+            group["step_size"] = gate.choose(eta, as_number(group["step_size"], eta))
+        share(self.param_groups)
+        if gate.host:
+            self._warnings.updated(layout.groups, learned.step_sizes)
+            self._warnings.identical(gate.squared, gate.signal, layout.params[0].dtype)
+        average_groups(self.param_groups, self.state, layout.params, diagnostics.updates(first["totals"]), gate)
+
+    def _blocks_of(self, layout: Layout) -> Blocks:
         """The blocks of these parameters: those of the last update, if nothing has changed."""
         known = self._blocks
-        if known is not None and known.params is params and known.current():
-            return known
-        place = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
-        self._blocks = Blocks(self.param_groups, self.state, params, [place[p] for p in params])
-        return self._blocks
+        if known is None or known.layout is not layout or not known.current():
+            known = self._blocks = Blocks(self.param_groups, layout, self.state, self._catalogue.learner_of)
+        return known
 
     # The parts --------------------------------------------------------------------------------------------------------
 
     def _assemble(self) -> None:
         """The parts of which this optimizer is made, on its groups and state as they are now."""
-        self._group_of = {p: group for group in self.param_groups for p in group["params"]}
-        self._blocks = None
-        self._taking_part = []
         super()._assemble()
-        geometry, groups, state = self._geometry, self.param_groups, self.state
-        assert self._finder is not None
-        assert self._recorder is not None
-        finder = self._finder
+        self._blocks = None
+        catalogue, finder = self._catalogue, self._finder
+        assert finder is not None
+        self._pair = HeldPair(self.param_groups, self.state, self._metrics, lambda: finder.world)
+        self._directions = Directions(
+            catalogue.asks, lambda group: isinstance(catalogue.metric_of(group), Euclidean), lambda: finder.world
+        )
 
-        def world() -> Any:
-            return finder.world
+    def _measures_own(self) -> bool:
+        pairs = any(
+            group["estimator"] == "paper" or group["granularity"] == "coordinate" for group in self.param_groups
+        )
+        return super()._measures_own() and not pairs
 
-        wishes = GroupWishes(self._group_of)
-        self._pair = HeldPair(groups, state, geometry, world, wishes)
-        self._sources = [self._pair, Passes(self._recorder, geometry, world, wishes)]
-        self._statistics = Statistics(groups, state, geometry, world, self._catalogue.asks)
-
-    def _wish(self, p: Tensor) -> Wish:
-        return GroupWishes(self._group_of)(p)
-
-    def _metric_of(self, group: dict[str, Any]) -> Metric:
-        return self._catalogue.metric_of(group)
+    @property
+    def _metric_of(self) -> Callable[[dict[str, Any]], Metric]:
+        return self._catalogue.metric_of
 
     @property
     def _blanks(self) -> Blanks:
         return Blanks(
-            self.param_groups, self.state, self._catalogue.learner_of, self._geometry, self._statistics.keeps_direction
+            self.param_groups,
+            self.state,
+            self._catalogue.learner_of,
+            self._metrics,
+            self._directions.keeps_direction,
         )
 
     # Saving and loading -----------------------------------------------------------------------------------------------
@@ -404,7 +407,7 @@ class SGDOL(WatchingOptimizer):
     def _loaded(self) -> None:
         self._assemble()
         if self.pending and not any("held_gradient" in state for state in self.state.values()):
-            self._pair.set_pending(False)
+            self._pair.pending = False
             self._warn(
                 "state_dict was saved in the middle of a pair (pending is True) but has no held_gradient, so the pair "
                 "starts anew. torch.distributed.checkpoint drops what the optimizer does not have: let it load into a "
@@ -413,8 +416,8 @@ class SGDOL(WatchingOptimizer):
         self._blank = False
         checkpoint.drop_blanks(self.state, self.pending)
         share(self.param_groups)
-        assert self._recorder is not None
-        self._recorder.reset()  # parameters that have been moved since have new accumulators
+        assert self._passes is not None
+        self._passes.reset()  # parameters that have been moved since have new accumulators
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("_catalogue", "_warned")
@@ -430,5 +433,4 @@ class SGDOL(WatchingOptimizer):
             warned = self._warned
             self._prepare()
             self._warned, self._blank = warned, False
-            self._guard, self._remarks = Guard(), Remarks(self._warn)
             self._assemble()

@@ -1,0 +1,272 @@
+r"""From the gradients of a step to the direction d of its update and the numbers (u, n): momentum, hindsight, epochs.
+
+With momentum, :math:`m_t = \beta m_{t-1} + (1 - \beta) \bar g_t` and w_t the sum of its weights,
+
+.. math:: d_t = \frac{D_t^{-1} m_t}{w_t}, \qquad
+    u_t = \frac{\beta \langle m_{t-1}, D_t^{-1} \bar g_t\rangle + (1 - \beta) u}{w_t}, \qquad
+    n_t = \frac{\langle m_t, D_t^{-1} m_t\rangle}{w_t^2}.
+
+Learners that use hindsight are also told what the last step was worth, :math:`\langle \bar g_t, d_{t-1}\rangle`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sgdol._numbers import where
+from sgdol.surrogate import momentum_signal
+from sgdol.torch._gate import Gate
+from sgdol.torch._gradients import Gradients
+from sgdol.torch._metric import EUCLID, Operators
+from sgdol.torch._vectors import Layout, Numbers, Vector, as_number, dot
+from sgdol.torch._world import World
+
+__all__ = ["Direction", "Directions", "uses_momentum"]
+
+
+class Direction(NamedTuple):
+    """What an update is made of."""
+
+    d: Vector
+    """The direction of entry e is ``scales[e] * d[e]``; not to be written to."""
+    scales: list[Any]
+    u: Numbers
+    """The signal <d, grad f>."""
+    n: Numbers
+    """<d, D d>."""
+    last: Numbers
+    """<g_t, d_{t-1}>: what the last step turned out to be worth; 0 where no learner asks."""
+
+
+PLANNED = ("momentum", "statistics", "bias_correction", "epoch", "learner", "metric")
+"""The options that say how a direction is made."""
+
+
+class _Plan(NamedTuple):
+    """How the directions of a layout are made: what the options of its groups say, once for many updates."""
+
+    layout: Layout
+    key: Any
+    groups: list[tuple[dict[str, Any], bool]]
+    """The groups, and whether each has or has had momentum."""
+    moves: bool
+    asks: bool
+    """Whether any learner uses hindsight."""
+    epochs: bool
+    betas: list[float]
+    kept: list[bool]
+    """Whether the last direction is in the state, by group."""
+    keeps: list[bool]
+    """Whether this one is to be kept."""
+    options: list[Numbers]
+    """beta, direct, asking and kept, as :func:`_numbers` takes them."""
+
+
+def uses_momentum(group: dict[str, Any]) -> bool:
+    """Whether a group has or has had momentum."""
+    return bool(group["momentum"]) or "momentum_weight" in group
+
+
+class Directions:
+    """Makes directions of gradients, with the momenta that are kept in the optimizer's state.
+
+    Args:
+        hindsight: whether the learner of a group wants to know what the last step was worth.
+        euclidean: whether the metric of a group is Euclid's.
+        world: gives the world that the optimizer is in.
+    """
+
+    def __init__(
+        self,
+        hindsight: Callable[[dict[str, Any]], bool],
+        euclidean: Callable[[dict[str, Any]], bool],
+        world: Callable[[], World],
+    ) -> None:
+        self._hindsight, self._euclidean, self._world = hindsight, euclidean, world
+        self._plan: _Plan | None = None
+
+    def keeps_direction(self, group: dict[str, Any]) -> bool:
+        """Whether the last direction is kept: hindsight needs it, unless a momentum in Euclid's norm equals it."""
+        return self._hindsight(group) and not (uses_momentum(group) and self._euclidean(group))
+
+    def make(self, gradients: Gradients, updates: Any, gate: Gate) -> Direction:
+        """The direction of an update, after so many others; momenta move on."""
+        layout, D, n, u = gradients.layout, gradients.operators, gradients.n, gradients.u
+        plan, entries = self._plan_of(layout), layout.entries
+        g = gate.finite(gradients.g)
+        pooled = isinstance(n[0], float)
+
+        low: Numbers = [0.0] * len(u)
+        if plan.epochs:
+            u, low = _corrected_for_epochs(layout, n, u, updates)
+        if not plan.moves and not plan.asks:
+            return Direction(D.sharp(g), [1.0] * len(g), u, n, [0.0] * len(u))
+        last: Numbers = [0.0] * len(u)
+        if any(plan.kept):  # d_{t-1} is in the state, unless it is a momentum in Euclid's norm that has moved before
+            before = [
+                layout.vector("direction", e)
+                if plan.kept[entry.group] and (plan.keeps[entry.group] or layout.holds("direction", e))
+                else torch.zeros_like(g[e])
+                for e, entry in enumerate(entries)
+            ]
+            last = [layout.total(g, before, EUCLID)] if pooled else layout.products(g, before)
+        weights = [_weigh(group, layout, gate) if moves else (1.0, 1.0) for group, moves in plan.groups]
+        m = [layout.vector("momentum", e) if plan.groups[entry.group][1] else g[e] for e, entry in enumerate(entries)]
+        shares = [gate.weight(1 - beta) for beta in plan.betas]
+        cross, d, square = _advanced(layout, D, m, g, [shares[entry.group] for entry in entries], pooled)
+        scales = [1 / weights[entry.group][1] for entry in entries]
+        for e, entry in enumerate(entries):
+            if plan.keeps[entry.group]:
+                held, new = layout.vector("direction", e), d[e] * scales[e]
+                d[e], scales[e] = held.copy_(gate.choose(new, held)), 1.0
+        cross, square, last = self._over_ranks(layout, cross, square, last)
+        divisors = (layout.by_group(values) for values in zip(*weights, strict=True))
+        rows = zip(*plan.options, *divisors, cross, square, last, u, n, low, strict=True)
+        found = [_numbers(*row) for row in rows]
+        return Direction(d, scales, *(list(values) for values in zip(*found, strict=True)))
+
+    def _plan_of(self, layout: Layout) -> _Plan:
+        """What the options of the groups say: the plan of the last update, if they have not changed."""
+        key = [tuple(map(group.get, PLANNED)) + ("momentum_weight" in group,) for group in layout.groups]
+        if self._plan is None or self._plan.layout is not layout or self._plan.key != key:
+            self._plan = self._planned(layout, key)
+        return self._plan
+
+    def _planned(self, layout: Layout, key: Any) -> _Plan:
+        groups = layout.groups
+        moving, asking = [uses_momentum(group) for group in groups], [self._hindsight(group) for group in groups]
+        betas = [float(group["momentum"]) if moves else 0.0 for group, moves in zip(groups, moving, strict=True)]
+        direct = [moves and group["statistics"] != "gradient" for group, moves in zip(groups, moving, strict=True)]
+        was = [self._euclidean(group) and "momentum_weight" in group for group in groups]
+        kept = [asks and not equal for asks, equal in zip(asking, was, strict=True)]
+        return _Plan(
+            layout,
+            key,
+            list(zip(groups, moving, strict=True)),
+            any(moving),
+            any(asking),
+            any(group["epoch"] is not None for group in groups),
+            betas,
+            kept,
+            [self.keeps_direction(group) for group in groups],
+            [layout.by_group(values) for values in (betas, direct, asking, kept)],
+        )
+
+    def _over_ranks(self, layout: Layout, *products: Numbers) -> list[Numbers]:
+        """Products of this rank's pieces, added up over all of them: one message."""
+        world = self._world()
+        if not world.spread:
+            return list(products)
+        params = [layout.params[i] for i in layout.numbered]
+        own = torch.stack([p[0] if isinstance(p[0], Tensor) else layout.like.expand(len(params)) for p in products])
+        return [[row, *p[1:]] for row, p in zip(world.total(params, own), products, strict=True)]
+
+
+def _advanced(
+    layout: Layout, D: Operators, m: Vector, g: Vector, weights: list[Any], pooled: bool
+) -> tuple[Numbers, Vector, Numbers]:
+    """Move momenta on: <m_{t-1}, D^-1 g>, D^-1 m_t and <m_t, D^-1 m_t>. Where m is g there is no momentum."""
+    numbers: tuple[list[Any], list[Any]] = ([], [])
+    arrays: tuple[list[Any], list[Any]] = ([], [])
+    d: Vector = []
+    for e, entry in enumerate(layout.entries):
+        a, b, operator = m[e], g[e], D[e]
+        if pooled and entry.merged:  # the same as below, in fewer calls
+            sharp = operator.sharp(b)
+            cross = dot(a, sharp).item()
+            if a is not b:
+                a.lerp_(b, weights[e])
+                sharp = operator.sharp(a)
+            d.append(sharp)
+            numbers[0].append(cross)
+            numbers[1].append(dot(a, sharp).item())
+        elif entry.coordinates or entry.merged:
+            wide = layout.precision(e, b) if entry.coordinates else layout.like.dtype
+            sharp = operator.sharp(b)
+            cross = a.to(wide) * sharp.to(wide)
+            if a is not b:
+                a.lerp_(b, weights[e])
+                sharp = operator.sharp(a)
+            square = a.to(wide) * sharp.to(wide)
+            d.append(sharp)
+            for found, product in zip(arrays if entry.coordinates else numbers, (cross, square), strict=True):
+                found.append(
+                    product if entry.coordinates else product.sum()[None] if pooled else layout.sums(e, product)
+                )
+        else:
+            if a is b:
+                sharp, product = operator.sharp(b), operator.inner(b, b)
+                pair = product, product
+            else:
+                cross, sharp, square = operator.advance(a, b, weights[e])
+                pair = cross, square
+            d.append(sharp)
+            for found, product in zip(numbers, pair, strict=True):
+                found.append(product.item() if pooled else product.to(layout.like.device).reshape(1))
+    if pooled:
+        return [sum(numbers[0])], d, [sum(numbers[1])]
+    first = [torch.cat(found) if found else layout.like.new_zeros(0) for found in numbers]
+    return [first[0], *arrays[0]], d, [first[1], *arrays[1]]
+
+
+def _numbers(
+    beta: Any, direct: Any, asking: Any, kept: Any, before: Any, after: Any,
+    cross: Any, square: Any, last: Any, u: Any, n: Any, low: Any,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """(u, n, last) of the direction, of tensors or of coordinates.
+
+    Args:
+        beta: the momentum.
+        direct: whether the learner sees the numbers of the direction, or those of the gradients alone.
+        asking: whether it uses hindsight.
+        kept: whether ``last`` is <g_t, d_{t-1}>; else it is made of ``cross``.
+        before: by what the last direction was divided, w_{t-1}.
+        after: by what this one is.
+        cross: <m_{t-1}, D^-1 g_t>.
+        square: <m_t, D^-1 m_t>.
+        last: <g_t, d_{t-1}>, where directions are kept.
+        u: the signal of the gradients.
+        n: their squared length.
+        low: by how much ``cross`` is low because batches are drawn without replacement.
+    """
+    worth = 0.0
+    if asking is not False:
+        quotient = where(before > 0, cross / where(before > 0, before, 1.0), 0.0 * cross)
+        worth = _select(kept, last, quotient) + low / where(before > 0, before, 1.0)
+        worth = _select(asking, worth, 0.0)
+    signal = momentum_signal(cross + low, u, beta, after)
+    return _select(direct, signal, u), _select(direct, square / (after * after), n), worth
+
+
+def _select(flag: Any, yes: Any, no: Any) -> Any:
+    """One of both, by a Python flag or by one flag per tensor."""
+    return where(flag > 0, yes, no) if isinstance(flag, Tensor) else (yes if flag else no)
+
+
+def _weigh(group: dict[str, Any], layout: Layout, gate: Gate) -> tuple[Any, Any]:
+    """The weights by which the group's last and its new momentum are divided; schedulers may move beta."""
+    beta = float(group["momentum"])
+    old = gate.number(as_number(group.get("momentum_weight", 0.0), layout.like))
+    new = gate.choose(beta * old + (1 - beta), old)
+    group["momentum_weight"] = layout.like.new_tensor(new) if gate.host else new
+    return (old, new) if group["bias_correction"] else (1.0, 1.0)
+
+
+def _corrected_for_epochs(layout: Layout, n: Numbers, u: Numbers, updates: Any) -> tuple[Numbers, Numbers]:
+    """The signal, and by how much products with the momentum are low, where batches are drawn without replacement.
+
+    Two gradients of one epoch of T updates repel each other: their product is low by (n - u)/T. The momentum before
+    this update has 1 - beta^j of its weight from this epoch, j updates old.
+    """
+    groups = layout.groups
+    lengths = [float(group["epoch"] or math.inf) for group in groups]
+    ages = [0.0 if math.isinf(length) else updates % length for length in lengths]
+    shares = [1 - float(group["momentum"]) ** age for group, age in zip(groups, ages, strict=True)]
+    each = zip(n, u, layout.by_group(lengths), layout.by_group(shares), strict=True)
+    pairs = [(b + (a - b) / length, share * (a - b) / length) for a, b, length, share in each]
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]

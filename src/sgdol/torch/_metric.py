@@ -1,0 +1,464 @@
+r"""Metrics on an optimizer's parameters: what they remember, and the operators D that they make of it.
+
+D of a step is made of the gradients before it, so it is known while the backward passes of the step run, and what they
+bring is measured in it at once. A tensor without a past needs the present gradient for its first D
+(``Metrics.operators(..., present)``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgdol.metrics import RMS, Euclidean, Means, Metric, is_scale_free
+from sgdol.torch._gate import Gate
+from sgdol.torch._vectors import CHUNK, Layout, Vector, as_number, dot, is_small, scalar_dtype, size, sum_of, wide_dtype
+from sgdol.torch._world import World, like_parameter, local, real_view
+
+__all__ = ["EUCLID", "Metrics", "Operators"]
+
+
+PIECE = 1 << 16
+"""Momenta are moved on in pieces of so many numbers, which stay in the cache for all that is done with them."""
+
+
+FEW = 32
+"""Python's own numbers are faster than arrays for so many tensors."""
+
+
+class Identity:
+    """D = 1."""
+
+    def sharp(self, g: Tensor) -> Tensor:
+        """D^-1 g."""
+        return g
+
+    flat = sharp
+
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """<a, D^-1 b>."""
+        return dot(a, b)
+
+    def advance(self, m: Tensor, g: Tensor, weight: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Move a momentum on: m <- m + weight (g - m). Returns <m_old, D^-1 g>, D^-1 m and <m, D^-1 m>."""
+        if m.numel() <= PIECE or not (m.is_contiguous() and g.is_contiguous()):
+            cross = dot(m, g)
+            return cross, m.lerp_(g, weight), dot(m, m)
+        pieces = zip(m.view(-1).split(PIECE), g.view(-1).split(PIECE), strict=True)
+        rows = [torch.stack([dot(a, b), dot(a.lerp_(b, weight), a)]) for a, b in pieces]  # while they are in the cache
+        cross, square = torch.stack(rows).sum(0)
+        return cross, m, square
+
+
+class Diagonal:
+    """D is diagonal.
+
+    Args:
+        inverse: 1/D, of the shape of the entry, or a number.
+    """
+
+    def __init__(self, inverse: Tensor) -> None:
+        self.inverse = inverse
+
+    def sharp(self, g: Tensor) -> Tensor:
+        """D^-1 g, in new memory."""
+        return g * self.inverse
+
+    def flat(self, v: Tensor) -> Tensor:
+        """D v, in new memory."""
+        return v / self.inverse
+
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """<a, D^-1 b>, piece by piece: no temporary of the size of the model."""
+        if a.numel() <= CHUNK:
+            return dot(a, b * self.inverse)
+        pieces = zip(*(x.reshape(-1).split(CHUNK) for x in (a, b, self.inverse)), strict=True)
+        scratch = torch.empty(CHUNK, dtype=a.dtype, device=a.device)
+        return torch.stack([dot(x, torch.mul(y, i, out=scratch[: len(y)])) for x, y, i in pieces]).sum()
+
+    def advance(self, m: Tensor, g: Tensor, weight: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`Identity.advance`; D^-1 m is in new memory."""
+        d = torch.empty_like(m, memory_format=torch.contiguous_format)
+        inverse = self.inverse.expand(m.shape)
+        if m.numel() <= PIECE or not (m.is_contiguous() and g.is_contiguous() and inverse.is_contiguous()):
+            cross = dot(m, g * inverse)
+            m.lerp_(g, weight)
+            return cross, torch.mul(m, inverse, out=d), dot(m, d)
+        rows = []
+        for a, b, i, out in zip(*(x.view(-1).split(PIECE) for x in (m, g, inverse, d)), strict=True):
+            cross = dot(a, torch.mul(b, i, out=out))  # while they are in the cache
+            a.lerp_(b, weight)
+            rows.append(torch.stack([cross, dot(a, torch.mul(a, i, out=out))]))
+        cross, square = torch.stack(rows).sum(0)
+        return cross, d, square
+
+
+class Opaque:
+    """D is what a metric says it is.
+
+    Args:
+        operator: the metric's.
+    """
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+
+    def sharp(self, g: Tensor) -> Tensor:
+        """D^-1 g."""
+        return self._operator.sharp(g)
+
+    def flat(self, v: Tensor) -> Tensor:
+        """D v."""
+        return self._operator.flat(v)
+
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """<a, D^-1 b>."""
+        return dot(a, self.sharp(b))
+
+    def advance(self, m: Tensor, g: Tensor, weight: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`Identity.advance`."""
+        cross = self.inner(m, g)
+        d = self.sharp(m.lerp_(g, weight))
+        return cross, d, dot(m, d)
+
+
+IDENTITY = Identity()
+
+
+class _Euclid:
+    """D = 1 for every entry there may be."""
+
+    def __getitem__(self, e: int) -> Identity:
+        return IDENTITY
+
+
+EUCLID: Any = _Euclid()
+
+
+class Operators(list[Any]):
+    """D of each entry of a layout in one step."""
+
+    @property
+    def euclidean(self) -> bool:
+        """Whether D = 1 everywhere."""
+        return all(operator is IDENTITY for operator in self)
+
+    def sharp(self, g: Vector) -> Vector:
+        """D^-1 g; entries where D = 1 are those of g."""
+        return [operator.sharp(x) for operator, x in zip(self, g, strict=True)]
+
+    def flat(self, v: Vector) -> Vector:
+        """D v."""
+        return [operator.flat(x) for operator, x in zip(self, v, strict=True)]
+
+
+class _Kind(NamedTuple):
+    """The parameters of one metric."""
+
+    metric: Metric
+    params: list[Tensor]
+    fields: list[str]
+    """The names under which the parts of the metric's state are kept."""
+
+
+class _Past(NamedTuple):
+    """What D of the coming step is made of, besides each tensor's own state."""
+
+    overall: list[Any]
+    """The mean square over all tensors with a past, of each kind; None if there are none."""
+    tensor: dict[Tensor, Any]
+    """The mean square of each tensor with a past."""
+
+
+class Metrics:
+    """The metrics of an optimizer's groups. What they remember is in the optimizer's state.
+
+    Args:
+        groups: the parameter groups.
+        metric_of: the metric of a group.
+        state: the optimizer's state.
+        world: gives the world that the optimizer is in.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        metric_of: Callable[[dict[str, Any]], Metric],
+        state: dict[Any, Any],
+        world: Callable[[], World],
+    ) -> None:
+        self._groups, self._metric_of, self._state, self._world = groups, metric_of, state, world
+        self._kinds: list[_Kind] = []
+        for group in groups:
+            metric = metric_of(group)
+            if isinstance(metric, Euclidean):
+                continue
+            kind = next((k for k in self._kinds if k.metric == metric), None)
+            if kind is None:
+                fields = getattr(type(metric.initial(torch.zeros(2, 2))), "_fields", ())
+                kind = _Kind(metric, [], [f"metric.{name}" for name in fields])
+                self._kinds.append(kind)
+            kind.params.extend(group["params"])
+        self.euclidean = not self._kinds
+        """Whether D = 1 for all parameters."""
+        self._kind_of = {p: kind for kind in self._kinds for p in kind.params}
+        self._owner: Layout | None = None  # the layout that the last update had, whose vectors the state is
+        self._past: _Past | None = None
+        self._made: dict[int, tuple[Layout, Operators]] = {}
+
+    def merges(self, group: dict[str, Any]) -> bool:
+        """Whether small tensors of a group may lie end to end: the metric treats every coordinate on its own."""
+        return isinstance(self._metric_of(group), Euclidean | RMS)
+
+    def forget(self) -> None:
+        """What is remembered has changed."""
+        self._past, self._made = None, {}
+
+    def known(self, params: Sequence[Tensor]) -> bool:
+        """Whether D of the coming step is known before its gradients are."""
+        if self.euclidean:
+            return True
+        past = self._means_of_past().tensor
+        return all(p in past or p not in self._kind_of for p in params)
+
+    def _has_past(self, p: Tensor) -> bool:
+        """Whether a gradient of the parameter has been seen. A device is not asked for the number of them."""
+        held = self._state.get(p, {})
+        if any(name not in held for name in self._kind_of[p].fields):
+            return False
+        weight = held.get("metric.weight")
+        return weight is None or weight.device.type != "cpu" or weight.item() > 0
+
+    # D of a step ------------------------------------------------------------------------------------------------------
+
+    def operators(self, layout: Layout, present: Vector | None = None) -> Operators:
+        """D of the coming step.
+
+        Args:
+            layout: the parameters that take part.
+            present: the mean gradient of this step, of which D of tensors without a past is made.
+        """
+        known = self._made.get(id(layout))
+        if known is None or known[0] is not layout:
+            operators = Operators([IDENTITY] * len(layout.entries))
+            known = layout, operators if self.euclidean else self._operators(layout, present)
+            self._made[id(layout)] = known
+        return known[1]
+
+    def _operators(self, layout: Layout, present: Vector | None) -> Operators:
+        past = self._means_of_past()
+        fresh = {} if present is None else self._means_of_present(layout, present)
+        found = Operators([IDENTITY] * len(layout.entries))
+        for e, entry in enumerate(layout.entries):
+            params = layout.params[entry.start : entry.stop]
+            kind = self._kind_of.get(params[0])
+            if kind is None:
+                continue
+            overall = past.overall[self._kinds.index(kind)]
+            if overall is None:
+                overall = fresh["overall", id(kind)]
+            means = [past.tensor[p] if p in past.tensor else fresh[p] for p in params]
+            if isinstance(kind.metric, RMS):
+                found[e] = self._diagonal(kind.metric, layout, e, means, overall)
+            else:
+                like = torch.zeros(entry.shape, dtype=entry.dtype, device=entry.device)
+                state = self._memory(kind, params[0], like)
+                means_of = Means(as_number(means[0], like), as_number(overall, like))
+                found[e] = Opaque(kind.metric.operator(state, means_of))
+        return found
+
+    def _diagonal(self, metric: RMS, layout: Layout, e: int, means: list[Any], overall: Any) -> Diagonal:
+        entry, params = layout.entries[e], layout.params[layout.rows(e)]
+        held = [self._state.get(p, {}) for p in params]
+        weights = [one.get("metric.weight", layout.like) for one in held]
+        past = any("metric.square" in one for one in held)
+        if entry.device.type == "cpu":  # numpy's calls take a fraction of the time of torch's
+            numbers = [w.item() for w in weights]
+            if len(params) <= FEW:
+                each = [metric.coefficients(w, Means(m, overall)) for w, m in zip(numbers, means, strict=True)]
+                a, c = np.array(each).T
+            else:
+                a, c = metric.coefficients(np.array(numbers), Means(np.array(means), np.full(len(means), overall)))
+            if past and not entry.merged:
+                v = (
+                    layout.vector("metric.square", e)
+                    if layout is self._owner
+                    else layout.entry([held[0]["metric.square"]], e)
+                )
+                return Diagonal(torch.mul(v, a.item()).add_(c.item()).rsqrt_())
+            narrow = np.float64 if entry.dtype == torch.float64 else np.float32
+            a, c = (torch.from_numpy(x.astype(narrow)) for x in (a, c))
+        else:
+            a, c = metric.coefficients(torch.stack(weights), Means(torch.stack(means), overall))
+            a, c = a.to(entry.dtype), c.to(entry.dtype)
+        if not past:  # a constant in each tensor
+            return Diagonal(layout.spread(e, c.rsqrt()).expand(entry.shape))
+        if layout is self._owner:
+            v = layout.vector("metric.square", e)
+        else:
+            v = layout.entry([one.get("metric.square") for one in held], e)
+        return Diagonal(torch.mul(v, layout.spread(e, a)).add_(layout.spread(e, c)).rsqrt_())
+
+    def _memory(self, kind: _Kind, p: Tensor, zero: Tensor) -> Any:
+        """The metric's state of one tensor."""
+        fresh = kind.metric.initial(zero)
+        held = self._state.get(p, {})
+        if any(name not in held for name in kind.fields):
+            return fresh
+        return type(fresh)(*[local(held[name]) for name in kind.fields]) if kind.fields else fresh
+
+    def _means_of_past(self) -> _Past:
+        """The mean squares over whole tensors, and over all of them: by all ranks together."""
+        if self._past is None:
+            self._past = _Past([], {})
+            for kind in self._kinds:
+                params, sums = self._sums_of_past(kind)
+                if not params:
+                    self._past.overall.append(None)
+                    continue
+                world = self._world()
+                means = _means(world.total(params, sums[None])[0] if world.spread else sums, params)
+                self._past.overall.append(means.overall)
+                self._past.tensor.update(zip(params, means.tensor, strict=True))
+        return self._past
+
+    def _sums_of_past(self, kind: _Kind) -> tuple[list[Tensor], Tensor]:
+        """The tensors with a past, and the sums over this rank's pieces of the squares that D is made of."""
+        owner = self._owner
+        if owner is not None and isinstance(kind.metric, RMS) and len(owner.params) == len(kind.params):
+            each = [owner.sums(e, owner.vector("metric.square", e)) for e in range(len(owner.entries))]
+            weights = [self._state[p]["metric.weight"] for p in owner.params]
+            total = each[0] if len(each) == 1 else torch.cat(each)
+            if total.device.type == "cpu":  # all are positive: there was an update, which counted
+                return owner.params, total / total.new_tensor([weight.item() for weight in weights])
+            divisors = torch.stack(weights).to(total)
+            return owner.params, total / torch.where(divisors > 0, divisors, 1)
+        params = [p for p in kind.params if self._has_past(p)]
+        sums = []
+        for p in params:
+            like = torch.zeros((), device=p.device, dtype=scalar_dtype(p.device))
+            if isinstance(kind.metric, RMS):
+                held = self._state[p]
+                sums.append(
+                    sum_of(real_view(local(held["metric.square"])), is_small(p)).to(like) / held["metric.weight"]
+                )
+                continue
+            piece = real_view(local(p.detach()))
+            zero = torch.zeros_like(piece, dtype=wide_dtype(p.dtype))
+            mean = as_number(kind.metric.mean_square(self._memory(kind, p, zero), zero), like)
+            sums.append(mean.nan_to_num() * piece.numel())
+        return params, torch.stack(sums) if sums else torch.zeros(0)
+
+    def _means_of_present(self, layout: Layout, g: Vector) -> dict[Any, Any]:
+        """The mean squares of the present gradient, of each tensor, and ("overall", kind) over all of a kind."""
+        squares = layout.totals(layout.products(g, g))
+        squares = self._world().total(layout.params, squares[None])[0]
+        self._choose_unit(squares.sum(), min(torch.finfo(x.dtype).max for x in g))
+        unit = self.unit
+        found: dict[Any, Any] = {}
+        for kind in self._kinds:
+            rows = [i for i, p in enumerate(layout.params) if self._kind_of.get(p) is kind and not self._has_past(p)]
+            params = [layout.params[i] for i in rows]
+            if not params:
+                continue
+            scale = unit * unit if is_scale_free(kind.metric) else 1.0
+            means = _means(squares[rows] * scale, params)
+            found.update(zip(params, means.tensor, strict=True))
+            found["overall", id(kind)] = means.overall
+        return found
+
+    # The unit ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def unit(self) -> float:
+        """What gradients are multiplied by before they are squared: 1, or a power of two that keeps squares in range.
+
+        D does not change with the unit of the gradients; squares leave the range of floats long before gradients do.
+        """
+        return self._groups[0].get("unit", 1.0)
+
+    def _choose_unit(self, square: Tensor, largest: float) -> None:
+        if "unit" in self._groups[0] or square.device.type != "cpu":
+            return
+        exponent = math.frexp(math.sqrt(square.item()))[1] if 0 < square.item() < math.inf else 0
+        bound = math.frexp(largest)[1] // 4
+        for group in self._groups:
+            group["unit"] = 1.0 if abs(exponent) <= bound else 2.0**-exponent
+
+    # The past ---------------------------------------------------------------------------------------------------------
+
+    def usual(self, layout: Layout) -> float | None:
+        """The root of the mean of past <g, D^-1 g>, all in the D of this step; None if no past is remembered."""
+        if self.euclidean or any(not isinstance(kind.metric, RMS) for kind in self._kinds):
+            return None
+        total = layout.like
+        for e, operator in enumerate(self.operators(layout)):
+            first = self._state[layout.params[layout.entries[e].start]]
+            product = dot(layout.vector("metric.square", e), operator.inverse.expand(layout.entries[e].shape))
+            total = total + product / first["metric.weight"].to(product)
+        total = self._world().total(layout.params[:1], total.reshape(1, 1)) if self._world().spread else total
+        return math.sqrt(total.item()) / self.unit
+
+    def observe(self, layout: Layout, g: Vector, gate: Gate, scale: float = 1.0) -> None:
+        """Remember the mean gradient ``scale * g`` of an update."""
+        if self.euclidean:
+            return
+        self._owner = layout
+        for e, entry in enumerate(layout.entries):
+            params = layout.params[entry.start : entry.stop]
+            kind = self._kind_of.get(params[0])
+            if kind is None:
+                continue
+            factor = scale * (self.unit if is_scale_free(kind.metric) else 1.0)
+            seen = g[e] if factor == 1.0 else g[e] * factor
+            for p in params:
+                if any(name not in self._state[p] for name in kind.fields):
+                    self._state[p].update(self.blank(p))
+            if isinstance(kind.metric, RMS):
+                decay = gate.weight(kind.metric.decay, 1.0)
+                layout.vector("metric.square", e).mul_(decay).addcmul_(seen, seen)
+                weights = [self._state[p]["metric.weight"] for p in params]
+                if gate.host:
+                    torch._foreach_mul_(weights, decay)
+                    torch._foreach_add_(weights, 1.0)
+                else:
+                    for weight in weights:
+                        weight.mul_(decay).add_(gate.weight(1.0))
+            else:
+                old = self._memory(kind, params[0], torch.zeros_like(seen))
+                new = kind.metric.observe(old, seen)
+                for before, after in zip(old, new, strict=True):
+                    after = torch.as_tensor(after, dtype=before.dtype, device=before.device)
+                    before.copy_(gate.choose(after, before))
+        self.forget()
+        self._means_of_past()  # by all ranks together, not when a backward first asks
+
+    def blank(self, param: Tensor) -> dict[str, Tensor]:
+        """What the metric remembers of a parameter before any update, by its name in the optimizer's state."""
+        kind = self._kind_of.get(param)
+        if kind is None:
+            return {}
+        piece = real_view(local(param.detach()))
+        zero = torch.zeros_like(piece, dtype=wide_dtype(param.dtype), memory_format=torch.contiguous_format)
+        number = torch.zeros((), dtype=scalar_dtype(piece.device), device=piece.device)
+        return {
+            name: (like_parameter(value, param) if value.shape == zero.shape else value).clone()
+            if isinstance(value, Tensor)
+            else number + value
+            for name, value in zip(kind.fields, kind.metric.initial(zero), strict=True)
+        }
+
+
+def _means(sums: Tensor, params: list[Tensor]) -> Means:
+    """The mean squares of tensors, and of all their numbers, from the sums of squares of each."""
+    sizes = [size(p) for p in params]
+    if sums.device.type == "cpu":  # Python's numbers are faster
+        rows = sums.tolist()
+        return Means([a / max(b, 1) for a, b in zip(rows, sizes, strict=True)], sum(rows) / max(sum(sizes), 1))
+    numel = sums.new_tensor(sizes)
+    return Means(list(sums / numel.clamp(min=1)), sums.sum() / numel.sum().clamp(min=1))

@@ -1,0 +1,182 @@
+"""A resumed run is the uninterrupted one, with every trainer: weights, buffers, optimizer and history, to the last bit.
+
+Runs stop in the middle of a pair and between two, within an epoch and at its end, with accumulated batches and with
+batches that are split, which SGDOLFree ("free") and SGDOL with averages ("base") train at the average. (Of these
+with Accelerate, see ``test_accelerate_free.py``, which also looks at what is saved.)
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from lightning.pytorch import LightningModule, Trainer
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+from trainer_problems import BATCH, BATCHES, Loader, build, make, noise_averse
+
+from sgdol.trainers import accelerate, lightning
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:SGDOL got one backward",  # pairs of batches are among what is resumed
+    "ignore:.*LeafSpec:FutureWarning",  # Lightning's, of torch
+)
+
+STEPS = 18
+
+
+@dataclass
+class Run:
+    """Where a run has come to."""
+
+    model: torch.nn.Module
+    opt: Any
+    history: list[dict[str, Any]]
+
+
+def optimizer(kind, params):
+    """Of pairs and of accumulated batches, or of batches that are split."""
+    return noise_averse(params, momentum=0.5) if kind == "whole batches" else make(kind, params)
+
+
+class Classifier(LightningModule):
+    def __init__(self, kind):
+        super().__init__()
+        self.net, self.kind = build(), kind
+
+    def training_step(self, batch, index):
+        return cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return optimizer(self.kind, self.parameters())
+
+
+def by_lightning(folder, digits, kind, accumulate, stop=None, resume=None) -> Run:
+    model, monitor = Classifier(kind), lightning.StepSizeMonitor(every=1)
+    split = [] if kind == "whole batches" else [lightning.Microbatches(), lightning.AveragedWeights()]
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    fit = Trainer(
+        **quiet,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+        callbacks=[*split, monitor],
+        max_steps=stop or STEPS,
+        accumulate_grad_batches=accumulate,
+    )
+    fit.fit(model, Loader(digits), ckpt_path=resume and resume / "stopped", weights_only=True if resume else None)
+    if stop:
+        fit.save_checkpoint(folder / "stopped")
+    assert fit.global_step == (stop or STEPS)
+    return Run(model.net, fit.optimizers[0], monitor.history)
+
+
+def by_accelerate(folder, digits, kind, accumulate, stop=None, resume=None) -> Run:
+    """A training program; random numbers depend on the number of the batch alone, as batches do."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    net = build()
+    opt = optimizer(kind, net.parameters())
+    samples = TensorDataset(digits[0][: BATCHES * BATCH], digits[1][: BATCHES * BATCH])
+    model, prepared, loader = accelerator.prepare(net, opt, DataLoader(samples, batch_size=BATCH))
+    monitor = accelerate.StepSizeMonitor(accelerator, every=1)
+    accelerator.register_for_checkpointing(monitor)
+    start = 0
+    if resume:
+        accelerator.load_state(resume / "stopped")
+        start = int((resume / "place").read_text())
+    end = (stop or BATCHES // accumulate) * accumulate
+    for number, batch in enumerate(accelerator.skip_first_batches(loader, start), start=start):
+        if number == end:
+            break
+        torch.manual_seed(number)
+        with accelerator.accumulate(model):
+            accelerator.backward(cross_entropy(model(batch[0]), batch[1]))
+            prepared.step()
+            prepared.zero_grad()
+            monitor(prepared)
+    if stop:
+        accelerator.save_state(folder / "stopped")
+        (folder / "place").write_text(str(end))
+    return Run(model, opt, monitor.history)
+
+
+def by_huggingface(folder, digits, kind, accumulate, stop=None, resume=None) -> Run:
+    """With shuffling, dropout and evaluations, and with a schedule where there is a rate to move."""
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments  # which takes seconds
+
+    from sgdol.trainers.huggingface import Trainer
+
+    class Whole(Trainer):
+        parts = 1
+
+    drop = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "bos_token_id": 0, "eos_token_id": 0}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=17, n_positions=64, n_embd=8, n_layer=1, n_head=2, **drop))
+    words = (16 * digits[0][:96]).long()
+    rows = [{"input_ids": row, "labels": row} for row in words]
+    arguments = TrainingArguments(
+        str(folder),
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=0,
+        per_device_train_batch_size=8,
+        max_steps=STEPS // accumulate,
+        gradient_accumulation_steps=accumulate,
+        logging_steps=1,
+        max_grad_norm=0.0 if kind == "free" else 1.0,
+        lr_scheduler_type="constant" if kind == "free" else "linear",
+        save_strategy="steps" if stop else "no",
+        save_steps=stop or 1,
+        eval_strategy="no" if kind == "whole batches" else "steps",
+        eval_steps=4,
+    )
+    opt = optimizer(kind, model.parameters())
+    trainer = (Whole if kind == "whole batches" else Trainer)(
+        model, arguments, train_dataset=rows, eval_dataset=rows[:8], optimizers=(opt, None)
+    )
+    first = resume and min(resume.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    trainer.train(resume_from_checkpoint=first and str(first))
+    shown = ("step", "loss", "sgdol/step_size")
+    return Run(model, opt, [{name: row[name] for name in shown} for row in trainer.state.log_history if "loss" in row])
+
+
+CASES = [
+    (by_lightning, "whole batches", 1, 7),
+    (by_lightning, "whole batches", 1, 12),
+    (by_lightning, "whole batches", 3, 2),
+    (by_lightning, "whole batches", 3, 5),
+    (by_lightning, "free", 1, 7),
+    (by_lightning, "free", 1, 12),
+    (by_lightning, "base", 1, 7),
+    (by_accelerate, "whole batches", 1, 5),
+    (by_accelerate, "whole batches", 1, 6),
+    (by_accelerate, "whole batches", 3, 2),
+    (by_huggingface, "whole batches", 1, 5),
+    (by_huggingface, "whole batches", 1, 14),
+    (by_huggingface, "whole batches", 2, 3),
+    (by_huggingface, "free", 1, 14),
+    (by_huggingface, "free", 2, 3),
+    (by_huggingface, "base", 1, 5),
+]
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize(("train", "kind", "accumulate", "stop"), CASES)
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, digits, assert_same, train, kind, accumulate, stop):
+    torch.manual_seed(1)
+    whole = train(folder(tmp_path / "whole"), digits, kind, accumulate)
+    torch.manual_seed(1)
+    stopped = train(folder(tmp_path / "stopped"), digits, kind, accumulate, stop=stop)
+    resumed = train(folder(tmp_path / "resumed"), digits, kind, accumulate, resume=tmp_path / "stopped")
+    assert_same(resumed.model, resumed.opt, whole.model, whole.opt)
+    assert repr(resumed.history) == repr(whole.history)  # which has nan before the first update
+    if train is not by_huggingface:  # whose run goes on after it has saved
+        assert len(stopped.history) < len(whole.history)
+        assert getattr(stopped.opt, "pending", False) == (kind == "whole batches" and accumulate == 1 and stop % 2 == 1)
