@@ -48,7 +48,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 CONSTANT = "DP-SGD, momentum 0.9"
 MULTIPLIERS = {**SOURCES, CONSTANT: {"alpha": 1e300}}
-"""The methods that go through PrivateSGDOL. An alpha of 1e300 holds the multiplier at 1: the momentum without learning."""
+"""The methods that go through PrivateSGDOL. An alpha of 1e300 holds the multiplier at 1: momentum without learning."""
 SETTINGS = {"digits": (256, 40), "mnist": (256, 16), "adult": (512, 5)}
 """The expected batch size and the number of epochs."""
 FIELDS = ("data", "epsilon", "method", "lr", "seed", "validation", "test", "loss", "spent", "noise", "multiplier")

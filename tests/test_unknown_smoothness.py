@@ -81,9 +81,7 @@ def test_a_third_gradient_on_the_way_estimates_the_change_of_f_without_bias():
 def test_a_right_guess_is_rejected_with_probability_at_most_one_over_t(kind, noise):
     """300 runs of T = 20: 1/T is 15 of them, and five standard errors make it 34."""
     horizon, repeats = 20, 300
-    rejected = sum(
-        run(noise, horizon, seed, guess=1.0, test=kind).guesses[-1] > 1.0 for seed in range(repeats)
-    )
+    rejected = sum(run(noise, horizon, seed, guess=1.0, test=kind).guesses[-1] > 1.0 for seed in range(repeats))
     assert rejected <= repeats / horizon + 5 * math.sqrt(repeats / horizon)
 
 
@@ -138,7 +136,7 @@ def test_the_mean_squared_gradient_of_a_tested_run_is_below_its_bound(kind, back
     for seed in range(2):
         found = run(noise, horizon, seed, guess=guess, test=kind, back=back)
         means.append(np.mean(np.sin(found.iterates[:, 0]) ** 2))
-    bound = theory.tested_rate(**numbers(noise, horizon), guess=guess, test=kind, back=back)
+    bound = theory.doubling_rate(**numbers(noise, horizon), guess=guess, test=kind, back=back)
     assert np.mean(means) <= bound < 0.5
 
 
@@ -148,15 +146,15 @@ def test_a_guess_a_thousand_times_too_small_still_obeys_the_bound(kind):
     for seed in range(2):
         found = run(0.05, horizon, seed, guess=1e-3, test=kind)
         means.append(np.mean(np.sin(found.iterates[:, 0]) ** 2))
-    assert np.mean(means) <= theory.tested_rate(**numbers(0.05, horizon), guess=1e-3, test=kind) < 0.5
+    assert np.mean(means) <= theory.doubling_rate(**numbers(0.05, horizon), guess=1e-3, test=kind) < 0.5
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 def test_the_bound_in_high_probability_holds_in_every_run(noise):
     """It may fail in one run of a hundred; there are four here, and seeds are fixed."""
     horizon, failure = 40_000, 0.01
-    level = math.log((3 * theory.wrong_guesses(smoothness=1.0, guess=0.5).count + 1) / failure)
-    bound = theory.tested_high_probability(failure=failure, guess=0.5, **numbers(noise, horizon))
+    level = math.log((3 * theory.wrong_guesses(smoothness=1.0, guess=0.5).number + 1) / failure)
+    bound = theory.doubling_high_probability(failure=failure, guess=0.5, **numbers(noise, horizon))
     assert bound < 0.5
     for seed in range(3 if noise else 1):
         found = run(noise, horizon, seed, guess=0.5, factor=3.0, level=level)
@@ -235,12 +233,12 @@ def test_the_guesses_are_counted_and_summed_as_the_page_says(ratio):
     guesses = [3.0 * ratio]
     while guesses[-1] < 3.0:
         guesses.append(2 * guesses[-1])
-    assert found.count == len(guesses)
+    assert found.number == len(guesses)
     assert found.total == pytest.approx(sum(guesses), rel=1e-12)
     assert found.last == guesses[-1]
     assert found.inverse_total == pytest.approx(sum(1 / guess for guess in guesses), rel=1e-12)
     if ratio <= 1:
-        assert found.count <= 2 + math.log2(1 / ratio)
+        assert found.number <= 2 + math.log2(1 / ratio)
         assert found.total < 4 * 3.0
 
 
@@ -250,10 +248,10 @@ def test_the_rate_is_at_most_the_short_form_of_the_page():
     W = 2 * L**2 * (5 * math.log1p(L**2 * T / alpha) + 8 * math.log(T) + 2)
     short = 16 * M * gap + K * W + math.sqrt(Sigma * (16 * M * gap + K * (alpha + W))) + L**2
     given = {"smoothness": M, "guess": m0, "gap": gap, "lipschitz": L, "alpha": alpha, "variance_sum": Sigma}
-    found = T * theory.tested_rate(**given, horizon=T)
+    found = T * theory.doubling_rate(**given, horizon=T)
     assert 0.6 * short < found <= short
     R = 8 * M * gap + 4 * M / m0 * (alpha + W)
-    without = T * theory.tested_rate(**given, horizon=T, back=False)
+    without = T * theory.doubling_rate(**given, horizon=T, back=False)
     assert 0.4 * R < without <= R + math.sqrt(Sigma * R) + L**2
 
 
@@ -263,10 +261,16 @@ GOOD = {"smoothness": 1.0, "guess": 0.1, "gap": 1.0, "lipschitz": 1.0, "alpha": 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: theory.tested_rate(**GOOD, variance_sum=0.0, test="four"), "test must be 'three', 'two' or"),
-        (lambda: theory.tested_rate(**{**GOOD, "horizon": 1}, variance_sum=0.0), "horizon must be at least 2, got 1"),
-        (lambda: theory.tested_rate(**{**GOOD, "guess": 0.0}, variance_sum=0.0), r"guess must be positive .*got 0\.0"),
-        (lambda: theory.tested_high_probability(**GOOD, variance_sum=0.0, failure=1.0), r"failure must be in \(0, 1\)"),
+        (lambda: theory.doubling_rate(**GOOD, variance_sum=0.0, test="four"), "test must be 'three', 'two' or"),
+        (lambda: theory.doubling_rate(**{**GOOD, "horizon": 1}, variance_sum=0.0), "horizon must be at least 2, got 1"),
+        (
+            lambda: theory.doubling_rate(**{**GOOD, "guess": 0.0}, variance_sum=0.0),
+            r"guess must be positive .*got 0\.0",
+        ),
+        (
+            lambda: theory.doubling_high_probability(**GOOD, variance_sum=0.0, failure=1.0),
+            r"failure must be in \(0, 1\)",
+        ),
         (lambda: theory.grid_rate(**GOOD, variance=0.0, runs=3), "runs must be at least 5"),
         (lambda: theory.grid_rate(**GOOD, variance=0.0, runs=0), "runs must be at least 1, got 0"),
         (lambda: theory.grid_rate(**{**GOOD, "horizon": 9}, variance=0.0, runs=5), r"at least 2 \* runs = 10, got 9"),

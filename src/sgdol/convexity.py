@@ -52,8 +52,9 @@ def surrogate_sum_bound(
     .. math:: W_T = \frac{1}{M'}\left(\frac\alpha2 + L^2 \Lambda + \frac{c^2 L^2}{2} (1 + \ln T)\right)
 
     with :math:`\Lambda = \min(L^2/\alpha + \ln(1 + L^2 T/\alpha), 5 + \ln(4T))` as in
-    :func:`sgdol.theory.symmetric_rate`, the same for every k. The last term is the price of the floor: where it is played in place of a lower
-    :math:`\eta`, the expected loss grows by at most :math:`\frac{M'}{2} \frac{c^2}{M'^2 t} E_t n_t`.
+    :func:`sgdol.theory.symmetric_rate`, the same for every k. The last term is the price of the floor: where the floor
+    is played in place of a lower :math:`\eta`, the expected loss grows by at most
+    :math:`\frac{M'}{2} \frac{c^2}{M'^2 t} E_t n_t`.
 
     >>> surrogate_sum_bound(k=2, smoothness=2.0, lipschitz=0.0, alpha=1.0, horizon=10)
     0.25
@@ -269,9 +270,7 @@ def multiplicative_convex_rate(
     10.0
     """
     _positive(horizon=horizon)
-    bounded = multiplicative_sum(
-        k=k, smoothness=smoothness, gap=gap, lipschitz=lipschitz, alpha=alpha, growth=growth
-    )
+    bounded = multiplicative_sum(k=k, smoothness=smoothness, gap=gap, lipschitz=lipschitz, alpha=alpha, growth=growth)
     square = lipschitz**2
     losses = alpha / 2 + square**2 / alpha + square * math.log1p((1 + growth / k) * bounded / alpha)
     return math.sqrt(
@@ -375,7 +374,7 @@ def hard_instance(*, smoothness: float, distance: float, variance: float, horizo
 
 
 def multiplier_floor(time: int, *, lipschitz: float, alpha: float, deviation: float) -> float:
-    r"""A lower bound on :math:`E s_t` of FTRL under noise that does not vanish: the mean step falls no faster than 1/sqrt(t).
+    r"""A lower bound on :math:`E s_t` of FTRL if the noise does not vanish: of order :math:`1/\sqrt t`.
 
     If the standard deviation of :math:`u_j` given the past is at least v in every step,
 

@@ -1,8 +1,8 @@
 r"""SGDOL without M, with a proof: the two algorithms of docs/unknown_smoothness.md, in numpy and float64.
 
 Nothing here is shared with the fast code or with :mod:`sgdol.theory`, on purpose: each function is an algorithm as the
-page prints it, from top to bottom. :func:`run_with_test` is one run that doubles its guess of M when a test of the descent
-lemma rejects it. :func:`grid_and_selection` makes a run for each guess and selects by fresh gradients.
+page prints it, from top to bottom. :func:`run_with_test` is one run that doubles its guess of M when a test of the
+descent lemma rejects it. :func:`grid_and_selection` makes a run for each guess and selects by fresh gradients.
 
 The oracle is a function: each call draws a fresh stochastic gradient at the point that it is given, of norm at most L.
 """
@@ -10,7 +10,7 @@ The oracle is a function: each call draws a fresh stochastic gradient at the poi
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import log, log1p
+from math import log, log1p, sqrt
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -126,18 +126,18 @@ def run_with_test(
             Z += X - M * tau * eta**2 * n
             Q += (abs(X) + M * tau * eta**2 * n) ** 2
             rho = (alpha / (c * M)) ** 2
-            rejected = Z > 0 and Z**2 > (Q + rho) * (2 * ln_T + log1p(Q / rho))
+            threshold = sqrt((Q + rho) * (2 * ln_T + log1p(Q / rho)))
         else:
             assert lipschitz is not None
             Z += X - M * eta**2 * n
-            rejected = Z > 4 * lipschitz**2 * ln_T / M
+            threshold = 4 * lipschitz**2 * ln_T / M
         iterates.append(x)
         guesses.append(M)
         step_sizes.append(eta)
         statistics.append(Z)
         U, N = U + u, N + n
         x = x + s
-        if rejected:
+        if threshold < Z:
             M *= 2
             U = N = Z = Q = 0.0
             if back:
@@ -204,5 +204,5 @@ def grid_and_selection(
         total = sum(float(oracle(candidates[-1]) @ oracle(candidates[-1])) for _ in range(steps))
         values.append(total / steps)
     return GridRun(
-        np.array(candidates), np.array(values), guess * 2.0 ** np.arange(runs), int(np.argmin(np.array(values)))
+        np.array(candidates), np.array(values), np.array([guess * 2**i for i in range(runs)]), int(np.argmin(values))
     )

@@ -23,7 +23,8 @@ Then Theorems 2 and 4 and the symmetric rate hold word for word with every norm 
 the past: :math:`E_t[f(x_{t+1}) - f(x_t)] \le E_t \ell_t(\eta_t)`, which is Theorem 1. What follows it in the paper uses
 nothing of the norm but Cauchy-Schwarz. Sums telescope f and no distance, so that D may move up and down. Not covered
 is the first step of each tensor in :class:`sgdol.metrics.RMS`: its D then sees the present gradient's mean square over
-that tensor, unless there is only one tensor. :func:`in_metric` gives constants that serve for every such D with a floor.
+that tensor, unless there is only one tensor. :func:`in_metric` gives constants that serve for every such D with a
+floor.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ from sgdol.theory._paper import (
     theorem_8,
 )
 from sgdol.theory._symmetric import MetricConstants, in_metric, symmetric_rate, symmetric_regret_bound
-from sgdol.theory._unknown import grid_rate, tested_high_probability, tested_rate, wrong_guesses
+from sgdol.theory._unknown import doubling_high_probability, doubling_rate, grid_rate, wrong_guesses
 
 __all__ = [
     "CoordinateBounds",
     "MetricConstants",
     "best_fixed_step_size",
+    "doubling_high_probability",
+    "doubling_rate",
     "ftrl_regret_bound",
     "grid_rate",
     "in_metric",
@@ -57,8 +60,6 @@ __all__ = [
     "regret",
     "symmetric_rate",
     "symmetric_regret_bound",
-    "tested_high_probability",
-    "tested_rate",
     "theorem_2",
     "theorem_4",
     "theorem_6",

@@ -83,9 +83,7 @@ def ftrl_regret_bound(step_size: float, *, smoothness: float, alpha: float, lips
     """
     positive(smoothness=smoothness, alpha=alpha)
     in_range(step_size, smoothness)
-    return (
-        smoothness * alpha / 2 * (step_size - 1 / smoothness) ** 2 + log_term(lipschitz, horizon, alpha) / smoothness
-    )
+    return smoothness * alpha / 2 * (step_size - 1 / smoothness) ** 2 + log_term(lipschitz, horizon, alpha) / smoothness
 
 
 def theorem_2(step_size: float, *, smoothness: float, gap: float, expected_regret: float, variance_sum: float) -> float:

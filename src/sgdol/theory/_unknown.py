@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from sgdol.theory._checks import non_negative, positive
 from sgdol.theory._paper import theorem_4
 
-__all__ = ["grid_rate", "tested_high_probability", "tested_rate", "wrong_guesses"]
+__all__ = ["doubling_high_probability", "doubling_rate", "grid_rate", "wrong_guesses"]
 
 Test = Literal["three", "two", "symmetric"]
 
@@ -20,7 +20,7 @@ Test = Literal["three", "two", "symmetric"]
 class Guesses(NamedTuple):
     """The guesses of M from m_0 to the first that is at least M."""
 
-    count: int
+    number: int
     """K: how many guesses there are up to the first right one, at most 2 + log2(M/m_0) for m_0 <= M."""
     total: float
     """The sum of the guesses: m_0 (2^K - 1), below 4M for m_0 <= M."""
@@ -34,7 +34,7 @@ def wrong_guesses(*, smoothness: float, guess: float) -> Guesses:
     r"""The guesses :math:`m_0, 2 m_0, 4 m_0, \dots` up to the first that is at least M, and their sums.
 
     >>> wrong_guesses(smoothness=10.0, guess=1.0)
-    Guesses(count=5, total=31.0, last=16.0, inverse_total=1.9375)
+    Guesses(number=5, total=31.0, last=16.0, inverse_total=1.9375)
     """
     positive(smoothness=smoothness, guess=guess)
     count, last = 1, guess
@@ -43,7 +43,7 @@ def wrong_guesses(*, smoothness: float, guess: float) -> Guesses:
     return Guesses(count, 2 * last - guess, last, (2 - 2.0 ** (1 - count)) / guess)
 
 
-def tested_rate(
+def doubling_rate(
     *,
     smoothness: float,
     guess: float,
@@ -89,7 +89,7 @@ def tested_rate(
         back: whether the run goes back to x_1 after a rejection.
 
     >>> numbers = dict(smoothness=1.0, gap=1.0, lipschitz=1.0, alpha=1.0, variance_sum=0.0, horizon=10**6)
-    >>> known, unknown = tested_rate(**numbers, guess=1.0), tested_rate(**numbers, guess=1e-3)
+    >>> known, unknown = doubling_rate(**numbers, guess=1.0), doubling_rate(**numbers, guess=1e-3)
     >>> 1 < unknown / known < 12  # 11 guesses in place of one
     True
     """
@@ -112,15 +112,15 @@ def tested_rate(
     else:
         raise ValueError(f"test must be 'three', 'two' or 'symmetric', got {test!r}")
     if back:
-        base = 2 * gap * factor * guesses.total + guesses.count * price
-        under_root = base + guesses.count * alpha
+        base = 2 * gap * factor * guesses.total + guesses.number * price
+        under_root = base + guesses.number * alpha
     else:
         base = 2 * factor * guesses.last * (gap + (alpha + price) / 2 * guesses.inverse_total / factor)
         under_root = base
     return (base + math.sqrt(variance_sum * under_root) + square) / horizon
 
 
-def tested_high_probability(
+def doubling_high_probability(
     *,
     failure: float,
     smoothness: float,
@@ -151,7 +151,7 @@ def tested_high_probability(
         horizon: T.
 
     >>> numbers = dict(smoothness=1.0, guess=0.1, gap=1.0, lipschitz=1.0, alpha=1.0, variance_sum=0.0, horizon=10**6)
-    >>> tested_high_probability(failure=1e-6, **numbers) < 2 * tested_high_probability(failure=1e-2, **numbers)
+    >>> doubling_high_probability(failure=1e-6, **numbers) < 2 * doubling_high_probability(failure=1e-2, **numbers)
     True
     """
     positive(alpha=alpha, lipschitz=lipschitz, horizon=horizon)
@@ -159,7 +159,7 @@ def tested_high_probability(
     if not 0 < failure < 1:
         raise ValueError(f"failure must be in (0, 1), got {failure!r}")
     guesses = wrong_guesses(smoothness=smoothness, guess=guess)
-    square, count = lipschitz**2, guesses.count
+    square, count = lipschitz**2, guesses.number
     level = math.log((3 * count + 1) / failure)
     each = alpha / 2 + square * (5 * math.log1p(square * horizon / alpha) + 15.5 * level + 3)
     base = 3 * gap * guesses.total + count * each
@@ -206,9 +206,9 @@ def grid_rate(
     if runs < 1:
         raise ValueError(f"runs must be at least 1, got {runs!r}")
     right = wrong_guesses(smoothness=smoothness, guess=guess)
-    if right.count > runs:
+    if right.number > runs:
         raise ValueError(
-            f"runs must be at least {right.count}, so that the last guess is at least the smoothness {smoothness!r}; "
+            f"runs must be at least {right.number}, so that the last guess is at least the smoothness {smoothness!r}; "
             f"got {runs!r}"
         )
     steps = horizon // (2 * runs)
