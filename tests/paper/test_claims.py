@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -182,3 +183,12 @@ def test_the_number_that_decides_is_the_worst_failure_or_the_nearest_call():
     assert Claim("id", "s", "w", "c", "r", (missing, far, near)).headline is near
     assert Claim("id", "s", "w", "c", "r", (near, bad, worse)).headline is worse
     assert Claim("id", "s", "w", "c", "r", (missing,)).headline is missing
+
+
+def test_the_page_has_every_claim_and_every_sentence_without_one():
+    page = (Path(__file__).parents[2] / "docs" / "claims.md").read_text(encoding="utf-8").replace("\\|", "|")
+    for check in claims.CHECKS:
+        assert check.sentence in page, check.id
+    for sentence, reason in claims.UNCHECKED:
+        assert sentence in page
+        assert reason in page
