@@ -107,6 +107,41 @@ def test_a_random_alpha_has_the_bound_without_alpha():
     assert theory.symmetric_rate(**numbers, **rate) < theory.symmetric_rate(**numbers, **rate, random_alpha=True)
 
 
+@pytest.mark.parametrize("sigma", [0.3, 2.0])
+def test_the_rate_under_moments_holds_with_gaussian_noise(sigma):
+    """f = 1 - cos x and N(0, sigma^2). a + b is the mean of two squares: the moments follow from |grad f| <= 1."""
+    horizon, repeats, alpha = 2000, 20, 1.0
+    # E y^2 <= ratio E y for y = (g_1^2 + g_2^2)/2: each E g^4 is at most 3 (1 + sigma^2) E g^2.
+    ratio = 3 * (1 + sigma**2)
+    # a is the square of N(c, sigma^2/2), |c| <= 1: E e^{a/z} = e^{c^2/(z - sigma^2)}/sqrt(1 - sigma^2/z) <= 2.
+    scale = next(
+        z
+        for z in np.linspace(1.5, 9, 400) * (1 + sigma**2)
+        if math.exp(1 / (z - sigma**2)) / math.sqrt(1 - sigma**2 / z) <= 2
+    )
+    rng = np.random.default_rng(0)
+    learner, state, alphas = FTRL(), FTRL().initial(np.zeros(repeats)), np.full(repeats, alpha)
+    x, total = np.full(repeats, 2.0), np.zeros(repeats)
+    for _ in range(horizon):
+        total += np.sin(x) ** 2
+        g = np.sin(x) + sigma * rng.normal(size=(2, repeats))
+        d, s = g.mean(0), learner.predict(state, alphas)
+        state = learner.observe(state, s, g[0] * g[1], d**2, alphas)
+        x = x - s * d
+    bound = theory.moment_rate(
+        smoothness=1.0,
+        gap=1 - math.cos(2.0),
+        ratio=ratio,
+        scale=scale,
+        alpha=alpha,
+        variance_sum=horizon * sigma**2,
+        horizon=horizon,
+    )
+    assert total.mean() / horizon <= bound
+    if sigma < 1:
+        assert bound < 0.5  # below the mean of sin^2 at random points
+
+
 # Momentum -------------------------------------------------------------------------------------------------------------
 
 

@@ -41,7 +41,7 @@ from sgdol.theory._paper import (
     theorem_7,
     theorem_8,
 )
-from sgdol.theory._symmetric import MetricConstants, in_metric, symmetric_rate, symmetric_regret_bound
+from sgdol.theory._symmetric import MetricConstants, in_metric, moment_rate, symmetric_rate, symmetric_regret_bound
 from sgdol.theory._unknown import doubling_high_probability, doubling_rate, grid_rate, wrong_guesses
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "ftrl_regret_bound",
     "grid_rate",
     "in_metric",
+    "moment_rate",
     "momentum_constant",
     "momentum_rate",
     "momentum_regret_bound",

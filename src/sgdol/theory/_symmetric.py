@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sgdol.theory._checks import in_range, non_negative, positive
 from sgdol.theory._paper import solve
 
-__all__ = ["MetricConstants", "in_metric", "symmetric_rate", "symmetric_regret_bound", "symmetric_term"]
+__all__ = ["MetricConstants", "in_metric", "moment_rate", "symmetric_rate", "symmetric_regret_bound", "symmetric_term"]
 
 
 def symmetric_term(lipschitz: float, horizon: int, alpha: float, *, random_alpha: bool = False) -> float:
@@ -92,6 +92,45 @@ def symmetric_rate(
         raise ValueError(f"k must be at least 2, got {k!r}")
     term = symmetric_term(lipschitz, horizon, alpha, random_alpha=random_alpha)
     return solve(smoothness, gap, term, alpha, variance_sum / k) / horizon
+
+
+def moment_rate(
+    *,
+    smoothness: float,
+    gap: float,
+    ratio: float,
+    scale: float,
+    alpha: float,
+    variance_sum: float,
+    horizon: int,
+) -> float:
+    r"""Theorem 4 for the symmetric estimator of two gradients whose noise is not bounded, as under differential privacy.
+
+    Let :math:`a = \|(g_1 + g_2)/2\|^2`, :math:`b = \|(g_1 - g_2)/2\|^2`. If :math:`E_t (a + b)^2 \le \lambda^2 E_t (a + b)`
+    and :math:`E_t e^{a/\nu^2} \le 2` in every step, the bound of :func:`symmetric_rate` holds with k = 2 and
+
+    .. math:: \lambda^2 \left(\frac{\nu^2 \ln(2T)}{\alpha} + \ln\left(1 + \frac{\nu^2 T}{\alpha}\right)\right)
+        \quad\text{in place of } L^2 \Lambda.
+
+    Args:
+        smoothness: M.
+        gap: f(x_1) - f*.
+        ratio: lambda^2, in the unit of a squared gradient.
+        scale: nu^2, in the same unit.
+        alpha: the regulariser's alpha, fixed before step 1.
+        variance_sum: that of single gradients.
+        horizon: T.
+
+    >>> rate = moment_rate(
+    ...     smoothness=1.0, gap=1.0, ratio=1.0, scale=1.0, alpha=1.0, variance_sum=0.0, horizon=100
+    ... )
+    >>> round(rate, 4)
+    0.2183
+    """
+    positive(smoothness=smoothness, alpha=alpha, horizon=horizon, ratio=ratio, scale=scale)
+    non_negative(gap=gap, variance_sum=variance_sum)
+    term = ratio * (scale * math.log(2 * horizon) / alpha + math.log1p(scale * horizon / alpha))
+    return solve(smoothness, gap, term, alpha, variance_sum / 2) / horizon
 
 
 class MetricConstants(NamedTuple):
