@@ -61,18 +61,12 @@ def run_with_test(
 
     Given g, X has the mean :math:`f(x + s) - f(x) - \langle\nabla f(x), s\rangle`, at most :math:`\frac M2\eta^2 n`.
 
-    ============== ============================================================= =============================
-    test           statistic Z                                                   rejects if
-    ============== ============================================================= =============================
-    ``"three"``    :math:`\sum X - \hat M\eta^2 n`                               :math:`Z > 4L^2\ln T/\hat M`
-    ``"two"``      the same; a coin decides whether g' or g'' is drawn, and      the same
-                   what is drawn counts twice: X is :math:`2\eta\langle g, g'\rangle`
-                   with u = :math:`2\langle g, g'\rangle`, or
-                   :math:`-2\eta\langle g, g''\rangle` with u = 0
-    ``"symmetric"`` :math:`\sum X - \hat M\tau\eta^2 n`, and                     Z > 0 and :math:`Z^2 > (Q + \rho)
-                   :math:`Q = \sum (|X| + \hat M\tau\eta^2n)^2`                  (2\ln T + \ln(1 + Q/\rho))`,
-                                                                                 :math:`\rho = (\alpha/M')^2`
-    ============== ============================================================= =============================
+    * ``test="three"``: :math:`Z = \sum (X - \hat M\eta^2 n)`; the guess is rejected if :math:`Z > 4L^2\ln T/\hat M`.
+    * ``test="two"``: the same Z and threshold. A fair coin decides which of g' and g'' is drawn, and what is drawn
+      counts twice: :math:`u = 2\langle g, g'\rangle` and :math:`X = \eta u`, or u = 0 and
+      :math:`X = -2\eta\langle g, g''\rangle`.
+    * ``test="symmetric"``: :math:`Z = \sum (X - \hat M\tau\eta^2 n)`, :math:`Q = \sum (|X| + \hat M\tau\eta^2n)^2`,
+      :math:`\rho = (\alpha/M')^2`; rejected if :math:`Z > \sqrt{(Q + \rho)(2\ln T + \ln(1 + Q/\rho))}`.
 
     Args:
         oracle: returns a fresh stochastic gradient at the given point.

@@ -104,10 +104,11 @@ def moment_rate(
     variance_sum: float,
     horizon: int,
 ) -> float:
-    r"""Theorem 4 for the symmetric estimator of two gradients whose noise is not bounded, as under differential privacy.
+    r"""Theorem 4 for the symmetric estimator of two gradients with unbounded noise, as under differential privacy.
 
-    Let :math:`a = \|(g_1 + g_2)/2\|^2`, :math:`b = \|(g_1 - g_2)/2\|^2`. If :math:`E_t (a + b)^2 \le \lambda^2 E_t (a + b)`
-    and :math:`E_t e^{a/\nu^2} \le 2` in every step, the bound of :func:`symmetric_rate` holds with k = 2 and
+    Let :math:`a = \|(g_1 + g_2)/2\|^2` and :math:`b = \|(g_1 - g_2)/2\|^2`. If
+    :math:`E_t (a + b)^2 \le \lambda^2 E_t (a + b)` and :math:`E_t e^{a/\nu^2} \le 2` in every step, the bound of
+    :func:`symmetric_rate` holds with k = 2 and
 
     .. math:: \lambda^2 \left(\frac{\nu^2 \ln(2T)}{\alpha} + \ln\left(1 + \frac{\nu^2 T}{\alpha}\right)\right)
         \quad\text{in place of } L^2 \Lambda.
