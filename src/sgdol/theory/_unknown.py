@@ -66,7 +66,8 @@ def doubling_rate(
     * ``test="three"``, three gradients a step: c = 2, :math:`W = 2L^2 (5\Lambda + 8 \ln T + 2)`.
     * ``test="two"``, two gradients: c = 2, :math:`W = 2L^2 (8\Lambda + 8 \ln T + 2)`.
     * ``test="symmetric"``, three gradients: c = 4,
-      :math:`W = 2L^2 (5\Lambda + \frac{25}{4} B + 4) + 2\alpha\sqrt B` with :math:`B = 2\ln T + \ln(1 + 25 T L^4/\alpha^2)`.
+      :math:`W = 2L^2 (5\Lambda + \frac{25}{4} B + 4) + 2\alpha\sqrt B`, where
+      :math:`B = 2\ln T + \ln(1 + 25 T L^4/\alpha^2)`.
 
     The first two know L, the third does not and asks for noise that is symmetric about its mean. If the run does not
     go back to x_1 after a rejection, with :math:`R = 2 M'_K (\Delta + \frac{\alpha + W}{2} \sum_e 1/M'_e)`
