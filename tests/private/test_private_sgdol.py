@@ -499,9 +499,17 @@ def attacked(source, *, member):
         max_grad_norm=CLIP,
     )
     optimizer = PrivateSGDOL(optimizer, source=source)
-    trained = train(model, optimizer, loader, epochs=10)
+    infinite = 0
+    for _ in range(10):
+        for inputs, targets in loader:
+            cross_entropy(model(inputs), targets).backward()
+            infinite += any(not p.grad_sample.isfinite().all() for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    # Were it otherwise, the attack would test nothing. Opacus 1.6's own optimizer ends with NaN in the weights here.
+    assert (infinite > 0) == member
     assert engine.get_epsilon(1e-5) < 0.125
-    return optimizer, trained
+    return optimizer, weights(model)
 
 
 @every_source
@@ -512,15 +520,6 @@ def test_a_record_with_an_infinite_gradient_does_not_show_in_what_may_be_publish
         assert optimizer.diagnostics()["skipped"] == 0
         assert all(math.isfinite(value) for value in optimizer.diagnostics().values())
         assert trained.isfinite().all()
-
-
-def test_the_record_of_the_attack_is_finite_and_its_gradient_is_not():
-    """Were this not so, the attack above would test nothing. Opacus 1.6's own optimizer ends with NaN in the weights."""
-    torch.manual_seed(3)
-    model = torch.nn.Linear(FEATURES, CLASSES)
-    cross_entropy(model(OVERFLOWING), torch.ones(1, dtype=torch.long)).backward()
-    assert OVERFLOWING.isfinite().all()
-    assert not model.weight.grad.isfinite().all()
 
 
 EXTREMES = (0.0, -1.0, 1e-45, 1e19, -2e30, 3e38, math.inf, -math.inf, math.nan)
