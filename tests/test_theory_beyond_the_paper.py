@@ -333,6 +333,8 @@ def test_in_one_dimension_it_converges_for_every_base_rate(lr, tolerance, charge
     learner = MeasuredCurvature(tolerance=tolerance, charge=charge)
     run = Quadratic([1.0], lr, horizon=1500, learner=learner)
     assert run.objective[-1, 0] < 1e-6 * run.objective[0, 0]
+    # The first two steps are full: what is measured counts from the third on.
+    assert run.objective[2, 0] / run.objective[0, 0] == pytest.approx((lr - 1) ** 4, rel=1e-9)
 
 
 def test_a_tolerance_below_one_half_lets_a_one_dimensional_run_diverge():
