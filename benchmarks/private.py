@@ -46,6 +46,9 @@ SOURCES: dict[str, dict[str, Any]] = {
     "SGDOL, pairs, no momentum": {"source": "pairs", "momentum": 0.0},
     "SGDOL, halves, no momentum": {"source": "halves", "momentum": 0.0},
 }
+CONSTANT = "DP-SGD, momentum 0.9"
+MULTIPLIERS = {**SOURCES, CONSTANT: {"alpha": 1e300}}
+"""The methods that go through PrivateSGDOL. An alpha of 1e300 holds the multiplier at 1: momentum without learning."""
 SETTINGS = {"digits": (256, 40), "mnist": (256, 16), "adult": (512, 5)}
 """The expected batch size and the number of epochs."""
 FIELDS = ("data", "epsilon", "method", "lr", "seed", "validation", "test", "loss", "spent", "noise", "multiplier")
@@ -137,8 +140,8 @@ def run(name: str, epsilon: float, method: str, lr: float, seed: int, runs_paid:
         noise_multiplier=noise,
         max_grad_norm=CLIP,
     )
-    if method in SOURCES:
-        optimizer = PrivateSGDOL(optimizer, **SOURCES[method])
+    if method in MULTIPLIERS:
+        optimizer = PrivateSGDOL(optimizer, **MULTIPLIERS[method])
     for _ in range(epochs):
         for inputs, targets in loader:
             cross_entropy(model(inputs), targets).backward()
@@ -153,7 +156,7 @@ def run(name: str, epsilon: float, method: str, lr: float, seed: int, runs_paid:
     return {
         "data": name, "epsilon": epsilon, "method": method, "lr": lr, "seed": seed, "validation": validation,
         "test": test, "loss": loss, "spent": engine.get_epsilon(DELTA), "noise": noise,
-        "multiplier": optimizer.diagnostics()["multiplier"] if method in SOURCES else 1.0,
+        "multiplier": optimizer.diagnostics()["multiplier"] if method in MULTIPLIERS else 1.0,
     }  # fmt: skip
 
 
@@ -166,7 +169,7 @@ def plan(seeds: int) -> Iterator[tuple[str, float, str, float, int, int]]:
                 for lr in sorted({*RATES, base}):
                     yield name, epsilon, "DP-SGD", lr, seed, 1
                     yield name, epsilon, "SGDOL", lr, seed, 1
-                for method in list(SOURCES)[1:]:
+                for method in list(MULTIPLIERS)[1:]:
                     yield name, epsilon, method, base, seed, 1
                 for lr in PAID:
                     yield name, epsilon, "DP-SGD, paid", lr, seed, len(PAID)
@@ -221,6 +224,7 @@ def columns(rows: list[Row], name: str) -> dict[str, list[Row]]:
     return {
         "**SGDOL**, base rate K": fixed("SGDOL", base),
         "DP-SGD at that rate, not learned": fixed("DP-SGD", base),
+        "DP-SGD at that rate, SGDOL's momentum, not learned": fixed(CONSTANT, base),
         "DP-SGD, tuned, not counted": tuned("DP-SGD"),
         "DP-SGD, tuned and counted": tuned("DP-SGD, paid"),
         "DP-SGD, tutorial (0.1)": fixed("DP-SGD", TUTORIAL),

@@ -19,7 +19,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sgdol.learners import LARGEST_MULTIPLIER
-from sgdol.theory import _non_negative, _positive, symmetric_rate
+from sgdol.theory import symmetric_rate
+from sgdol.theory._checks import non_negative as _non_negative
+from sgdol.theory._checks import positive as _positive
+from sgdol.theory._symmetric import symmetric_term
 
 __all__ = [
     "HardInstance",
@@ -30,7 +33,10 @@ __all__ = [
     "equilibrium_exponent",
     "floored_rate",
     "hard_instance",
+    "multiplicative_convex_rate",
     "multiplicative_rate",
+    "multiplicative_sum",
+    "multiplier_floor",
     "noiseless_rate",
     "pl_rate",
     "surrogate_sum_bound",
@@ -43,11 +49,12 @@ def surrogate_sum_bound(
 ) -> float:
     r"""A bound on :math:`E \sum_{t \le T} \ell_t(\eta_t)`: the regret against never moving, :math:`\eta = 0`.
 
-    .. math:: W_T = \frac{1}{M'}\left(\frac\alpha2 + C_k L^2 \Lambda + \frac{c^2 L^2}{2} (1 + \ln T)\right)
+    .. math:: W_T = \frac{1}{M'}\left(\frac\alpha2 + L^2 \Lambda + \frac{c^2 L^2}{2} (1 + \ln T)\right)
 
-    with :math:`C_k = 2k/(k-1)` and :math:`\Lambda = L^2/\alpha + \ln(1 + L^2 T/\alpha)` as in
-    :func:`sgdol.theory.symmetric_rate`. The last term is the price of the floor: where it is played in place of a lower
-    :math:`\eta`, the expected loss grows by at most :math:`\frac{M'}{2} \frac{c^2}{M'^2 t} E_t n_t`.
+    with :math:`\Lambda = \min(L^2/\alpha + \ln(1 + L^2 T/\alpha), 5 + \ln(4T))` as in
+    :func:`sgdol.theory.symmetric_rate`, the same for every k. The last term is the price of the floor: where the floor
+    is played in place of a lower :math:`\eta`, the expected loss grows by at most
+    :math:`\frac{M'}{2} \frac{c^2}{M'^2 t} E_t n_t`.
 
     >>> surrogate_sum_bound(k=2, smoothness=2.0, lipschitz=0.0, alpha=1.0, horizon=10)
     0.25
@@ -56,9 +63,8 @@ def surrogate_sum_bound(
     _non_negative(lipschitz=lipschitz, floor=floor)
     if k < 2:
         raise ValueError(f"k must be at least 2, got {k!r}")
-    square = lipschitz**2
-    ftrl = alpha / 2 + 2 * k / (k - 1) * square * (square / alpha + math.log1p(square * horizon / alpha))
-    return (ftrl + floor**2 * square / 2 * (1 + math.log(horizon))) / smoothness
+    ftrl = alpha / 2 + symmetric_term(lipschitz, horizon, alpha)
+    return (ftrl + floor**2 * lipschitz**2 / 2 * (1 + math.log(horizon))) / smoothness
 
 
 def distance_bound(distance: float, *, smoothness: float, surrogate_sum: float) -> float:
@@ -190,28 +196,86 @@ def pl_rate(*, pl_constant: float, mean_squared_gradient: float) -> float:
     return mean_squared_gradient / (2 * pl_constant)
 
 
+def multiplicative_sum(
+    *, k: int, smoothness: float, gap: float, lipschitz: float, alpha: float, growth: float
+) -> float:
+    r"""A bound on :math:`E \sum_{t \le T} \|\nabla f(x_t)\|^2`, for every T, if the noise vanishes with the gradient.
+
+    If :math:`\sigma_t^2 \le \rho \|\nabla f(x_t)\|^2` (strong growth; an interpolating model has it), the logarithm of
+    the regret bound is that of a multiple of the sum itself, and the sum stays bounded. With :math:`q = 1 + \rho/k`,
+
+    .. math:: A \le 2 c_0 + 2 c_1 \ln\max\left(1, \frac{2 c_1 q}{\alpha}\right), \qquad
+        c_0 = 2q\left(M (f(x_1) - f^\star) + \frac\alpha2 + \frac{L^4}{\alpha}\right), \qquad c_1 = 2 q L^2.
+
+    Convexity is not needed. Here ``growth`` is rho, at least 0; the other arguments are those of
+    :func:`sgdol.theory.symmetric_rate`.
+
+    >>> multiplicative_sum(k=2, smoothness=1.0, gap=1.0, lipschitz=0.0, alpha=1.0, growth=2.0)
+    12.0
+    """
+    _positive(smoothness=smoothness, alpha=alpha)
+    _non_negative(growth=growth, gap=gap, lipschitz=lipschitz)
+    if k < 2:
+        raise ValueError(f"k must be at least 2, got {k!r}")
+    q, square = 1 + growth / k, lipschitz**2
+    first, second = 2 * q * (smoothness * gap + alpha / 2 + square**2 / alpha), 2 * q * square
+    return 2 * first + 2 * second * math.log(max(1.0, 2 * second * q / alpha))
+
+
 def multiplicative_rate(
     *, k: int, smoothness: float, gap: float, lipschitz: float, alpha: float, growth: float, horizon: int
 ) -> float:
-    r"""A bound on the mean squared gradient norm when the noise vanishes with the gradient: :math:`O(\ln T/T)`.
+    r"""A bound on the mean squared gradient norm when the noise vanishes with the gradient: :math:`O(1/T)`.
 
-    If :math:`\sigma_t^2 \le \rho \|\nabla f(x_t)\|^2` (strong growth; an interpolating model has it), Theorem 2 with
-    :math:`\eta = 1/(M (1 + \rho/k))` is
+    With :math:`q = 1 + \rho/k`, Theorem 2 with :math:`\eta = 1/(M q)` is the first of two bounds,
 
     .. math:: \frac1T \sum_{t=1}^T E \|\nabla f(x_t)\|^2
-        \le \frac{2 M (1 + \rho/k)}{T} \left(f(x_1) - f^\star + W_T\right)
+        \le \frac1T \min\left(2 M q \left(f(x_1) - f^\star + W_T\right), A\right),
 
-    Convexity is not needed. For convex f the square root times the distance bounds :math:`f - f^\star`, as in
-    :func:`convex_rate`, and under PL :func:`pl_rate` does.
-
-    Here ``growth`` is rho, at least 0; the other arguments are those of :func:`sgdol.theory.symmetric_rate`.
+    and A of :func:`multiplicative_sum`, which does not depend on T, the second. The first has the smaller constants and
+    is the better one for small T.
 
     >>> multiplicative_rate(k=2, smoothness=1.0, gap=1.0, lipschitz=0.0, alpha=1.0, growth=2.0, horizon=60)
     0.1
     """
-    _non_negative(growth=growth, gap=gap)
-    total = surrogate_sum_bound(k=k, smoothness=smoothness, lipschitz=lipschitz, alpha=alpha, horizon=horizon)
-    return 2 * smoothness * (1 + growth / k) / horizon * (gap + total)
+    numbers = {"k": k, "smoothness": smoothness, "lipschitz": lipschitz, "alpha": alpha}
+    bounded = multiplicative_sum(**numbers, gap=gap, growth=growth)  # type: ignore[arg-type]
+    total = surrogate_sum_bound(**numbers, horizon=horizon)  # type: ignore[arg-type]
+    return min(2 * smoothness * (1 + growth / k) * (gap + total), bounded) / horizon
+
+
+def multiplicative_convex_rate(
+    *,
+    k: int,
+    smoothness: float,
+    gap: float,
+    distance: float,
+    lipschitz: float,
+    alpha: float,
+    growth: float,
+    horizon: int,
+) -> float:
+    r"""A bound on :math:`\frac1T \sum_t E f(x_t) - f^\star` for convex f whose noise vanishes with the gradient.
+
+    With A of :func:`multiplicative_sum`, which does not depend on T, and :math:`q = 1 + \rho/k`,
+
+    .. math:: E f(\bar x_T) - f^\star \le \sqrt{\frac AT \left(D^2 + \frac2M W\right)}, \qquad
+        W = \frac1M \left(\frac\alpha2 + \frac{L^4}{\alpha} + L^2 \ln\left(1 + \frac{qA}{\alpha}\right)\right),
+
+    :math:`O(1/\sqrt T)` without a logarithm.
+
+    >>> numbers = dict(k=2, smoothness=1.0, gap=0.5, distance=1.0, lipschitz=1.0, alpha=1.0, growth=1.0)
+    >>> rates = [multiplicative_convex_rate(**numbers, horizon=t) for t in (100, 10_000)]
+    >>> round(rates[0] / rates[1], 9)
+    10.0
+    """
+    _positive(horizon=horizon)
+    bounded = multiplicative_sum(k=k, smoothness=smoothness, gap=gap, lipschitz=lipschitz, alpha=alpha, growth=growth)
+    square = lipschitz**2
+    losses = alpha / 2 + square**2 / alpha + square * math.log1p((1 + growth / k) * bounded / alpha)
+    return math.sqrt(
+        bounded / horizon * distance_bound(distance, smoothness=smoothness, surrogate_sum=losses / smoothness)
+    )
 
 
 def noiseless_rate(*, smoothness: float, distance: float, horizon: int) -> float:
@@ -309,16 +373,42 @@ def hard_instance(*, smoothness: float, distance: float, variance: float, horizo
     return HardInstance(slope, largest, slope * distance / 2 - slope**2 / (2 * smoothness))
 
 
+def multiplier_floor(time: int, *, lipschitz: float, alpha: float, deviation: float) -> float:
+    r"""A lower bound on :math:`E s_t` of FTRL if the noise does not vanish: of order :math:`1/\sqrt t`.
+
+    If the standard deviation of :math:`u_j` given the past is at least v in every step,
+
+    .. math:: E s_t \ge \frac{v^3 \sqrt{t-1}}{32 L^4 (\alpha + L^2 (t-1))}
+
+    because :math:`\sum u` fluctuates by :math:`v \sqrt t` and s is clipped at 0.
+
+    Args:
+        time: t, at least 1.
+        lipschitz: L.
+        alpha: the regulariser's alpha.
+        deviation: v, at most L^2.
+
+    >>> round(multiplier_floor(101, lipschitz=1.0, alpha=1.0, deviation=1.0) * 320, 2)
+    0.99
+    """
+    _positive(time=time, lipschitz=lipschitz, alpha=alpha)
+    _non_negative(deviation=deviation)
+    if deviation > lipschitz**2:
+        raise ValueError(f"deviation must be at most L^2 = {lipschitz**2:g}, got {deviation!r}")
+    before = time - 1
+    return deviation**3 * math.sqrt(before) / (32 * lipschitz**4 * (alpha + lipschitz**2 * before))
+
+
 def equilibrium_exponent(curvatures: Sequence[float], variances: Sequence[float], smoothness: float) -> float:
-    r"""The exponent p of :math:`s_t \sim t^{-p}` on a noisy quadratic in equilibrium. A heuristic, not a theorem.
+    r"""The exponent p of :math:`s_t \sim t^{-p}` on a noisy quadratic if u and n are replaced by their means.
 
     At a slowly moving :math:`\eta`, coordinate i of a quadratic with curvature h_i has
-    :math:`E \nabla f_i^2 = h_i \eta v_i/2`, so :math:`S = \sum_t u_t` follows :math:`S' = \rho S/t` with
+    :math:`E \nabla f_i^2 = h_i \eta v_i/2`, so the mean of :math:`S = \sum_t u_t` follows :math:`S' = \rho S/t` with
 
     .. math:: \rho = \frac{\sum_i h_i v_i}{2 M \sum_i v_i} \le \frac12, \qquad s_t \sim t^{\rho - 1}
 
-    The better conditioned, the slower the step falls: :math:`t^{-1/2}` at best, and near 1/t where most of the noise is
-    in flat directions, which then do not arrive.
+    A heuristic, and for the algorithm itself, which sees samples of u, wrong where :math:`\rho < 1/2`:
+    :func:`multiplier_floor` proves that its mean step falls no faster than :math:`t^{-1/2}`.
 
     Args:
         curvatures: h_i.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,11 +19,27 @@ def verdicts(results):
     return {claim.id: claim.verdict for claim in claims.check_claims(Reader(results), theorems=False)}
 
 
-def test_in_a_world_where_the_paper_is_right_all_but_the_fine_grid_holds(written_results):
+def test_in_a_world_where_the_paper_is_right_all_holds_but_what_it_contradicts_itself(written_results):
+    """A fine grid tunes SGD to twice the rate, and AdaGrad, an adaptive method, converges without fiddling too."""
     found = verdicts(written_results(repeats=40))
     assert {name: verdict for name, verdict in found.items() if verdict != "holds"} == {
-        "smoothness-1002": "does not hold"
+        "smoothness-1002": "holds in part",
+        "no-fiddling": "holds in part",
     }
+
+
+def test_a_method_that_does_not_behave_as_said_leaves_the_comparison_in_part(written_results):
+    """Of five: one that stalls where it is to converge is a part; SGDOL's own first step is the same by definition."""
+    found = {
+        claim.id: claim
+        for claim in claims.check_claims(
+            Reader(written_results(repeats=40, stalls=("AdaGrad Coordinate",))), theorems=False
+        )
+    }
+    similar = found["others-similar"]
+    assert similar.verdict == "holds in part"
+    assert similar.deciding[0].measured == 4.0
+    assert found["step-same-at-first"].verdict == "holds"
 
 
 def test_a_stalling_sgdol_fails_where_the_paper_says_that_it_converges(written_results):
@@ -46,7 +63,7 @@ def test_too_few_repeats_are_seen(written_results):
 def test_a_rate_at_the_edge_of_its_grid_is_seen(written_results):
     found = verdicts(written_results(rate=5e-3))
     assert found["adult-tuning"] == "holds in part"
-    assert found["smoothness-1002"] == "does not hold"
+    assert found["smoothness-1002"] == "does not hold"  # M = 200 on the run's own grid
 
 
 def test_what_was_not_run_is_not_measured(written_results):
@@ -146,16 +163,17 @@ def test_a_failing_main_part_decides_before_a_worse_one_that_is_not():
 
 def test_theorems_findings_and_the_set_up_are_told_apart(written_results):
     kinds = Counter(check.kind for check in claims.CHECKS)
-    assert kinds == {"theorem": 5, "finding": 14, "set-up": 14}
+    assert kinds == {"theorem": 8, "finding": 17, "set-up": 16}
     found = claims.check_claims(Reader(written_results(repeats=40)), theorems=False)
     for claim in found:
         mains = [part for part in claim.parts if part.main]
         assert bool(mains) == (claim.kind == "finding"), claim.id
-    assert report.tally(found) == "findings: 13 hold and 1 does not hold; facts of the set-up: 14 hold"
+    assert report.tally(found) == "findings: 15 hold and 2 hold in part; facts of the set-up: 16 hold"
 
 
-def test_every_finding_can_be_seen_in_a_figure():
-    assert all(check.figures for check in claims.CHECKS if check.kind == "finding")
+def test_every_finding_of_the_experiments_can_be_seen_in_a_figure():
+    without = {check.id for check in claims.CHECKS if check.kind == "finding" and not check.figures}
+    assert without == {"alpha-influence", "less-noise-faster"}  # sections 5 and 6, which have none
 
 
 def test_the_number_that_decides_is_the_worst_failure_or_the_nearest_call():
@@ -165,3 +183,12 @@ def test_the_number_that_decides_is_the_worst_failure_or_the_nearest_call():
     assert Claim("id", "s", "w", "c", "r", (missing, far, near)).headline is near
     assert Claim("id", "s", "w", "c", "r", (near, bad, worse)).headline is worse
     assert Claim("id", "s", "w", "c", "r", (missing,)).headline is missing
+
+
+def test_the_page_has_every_claim_and_every_sentence_without_one():
+    page = (Path(__file__).parents[2] / "docs" / "claims.md").read_text(encoding="utf-8").replace("\\|", "|")
+    for check in claims.CHECKS:
+        assert check.sentence in page, check.id
+    for sentence, reason in claims.UNCHECKED:
+        assert sentence in page
+        assert reason in page

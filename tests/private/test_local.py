@@ -107,3 +107,41 @@ def test_bad_reports_are_refused():
         LocalSGDOL([x], lr=1.0, momentum=1.0)
     with pytest.raises(ValueError, match="max_grad_norm"):
         randomize([x], max_grad_norm=-1.0, noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_report_of_a_gradient_that_is_not_finite_is_that_of_gradient_zero(bad):
+    gradient = [torch.tensor([bad, 1.0]), torch.tensor([3.0])]
+    reports = [
+        randomize(g, max_grad_norm=1.0, noise_multiplier=2.0, generator=torch.Generator().manual_seed(0))
+        for g in (gradient, [torch.zeros(2), torch.zeros(1)])
+    ]
+    for one, other in zip(*reports, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_the_largest_finite_gradients_are_clipped_to_the_norm(dtype):
+    gradient = [torch.full((4,), torch.finfo(dtype).max / 2, dtype=dtype)]
+    length = float(randomize(gradient, max_grad_norm=1.0, noise_multiplier=0.0)[0].double().norm())
+    if dtype == torch.float64:  # its square overflows even there: counted as not finite
+        assert length == 0
+    else:
+        assert length == pytest.approx(1.0, rel=float(torch.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1.0, 1e-5), r"noise_multiplier must be positive and finite, got -1\.0"),
+        ((0.0, 1e-5), r"noise_multiplier must be positive and finite, got 0\.0"),
+        ((math.nan, 1e-5), "noise_multiplier must be positive and finite, got nan"),
+        ((1.0, 0.0), r"delta must be in \(0, 1\), got 0\.0"),
+        ((1.0, 1.5), r"delta must be in \(0, 1\), got 1\.5"),
+        ((1.0, 1e-5, 0), "reports must be a whole number of at least 1, got 0"),
+        ((1.0, 1e-5, 1.5), r"reports must be a whole number of at least 1, got 1\.5"),
+    ],
+)
+def test_an_epsilon_of_impossible_numbers_is_refused_by_name_and_value(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        local_epsilon(*arguments)

@@ -1,4 +1,4 @@
-r"""Problems that satisfy the assumptions of Theorems 1, 2, 4, 6 and 8, and Algorithm 1 on them.
+r"""Problems that satisfy the assumptions of the paper's theorems, and Algorithm 1 on them.
 
 The paper's own experiments do not: Gaussian noise has no bounded gradients (H3) and Rosenbrock's function no smoothness
 constant (H4). These problems have everything, and their constants are known:

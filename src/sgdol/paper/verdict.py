@@ -3,8 +3,9 @@
 A claim is a sentence of the paper and the parts that it is made of. A part is one number against one threshold. The
 verdict follows from the parts alone. Some parts are *main*: the sentence stands or falls with them. Every part of a
 theorem is main; of a finding, those at the largest noise, because noise is what the paper's experiments are about, or
-those that the sentence names. If a main part fails, the claim does not hold, however many others do. A fact of the
-set-up has no main part: it holds in part if some of its numbers are as the paper says.
+those that the sentence names; where a sentence is about several methods, how many of them do as it says. If a main part
+fails, the claim does not hold, however many others do; if the main parts hold and others fail, it holds in part. A fact
+of the set-up has no main part: it holds in part if some of its numbers are as the paper says.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ def randomize(
 ) -> list[Tensor]:
     r"""The user's side: the gradient clipped to length C, with N(0, (sigma C)^2) on every coordinate.
 
+    A gradient that is not finite is replaced by 0: no noise hides a NaN. The length is computed in float64.
+
     Args:
         gradient: of the user's own loss, one tensor per parameter.
         max_grad_norm: C.
@@ -45,12 +47,17 @@ def randomize(
     for name, value in (("max_grad_norm", max_grad_norm), ("noise_multiplier", noise_multiplier)):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} must be finite and at least 0, got {value!r}")
-    length = inner(gradient, gradient).sqrt()
-    factor = torch.clamp(max_grad_norm / length, max=1.0) if length > 0 else torch.ones_like(length)
+    # In float64, in which no finite gradient of a narrower type overflows.
+    wide = [g.detach().double() for g in gradient]
+    length = inner(wide, wide).sqrt()
+    if not length.isfinite():
+        wide = [torch.zeros_like(g) for g in wide]
+    # 1 for a gradient of length 0: C/0 is infinite, or NaN where C is 0 too.
+    factor = (max_grad_norm / length).nan_to_num(nan=1.0).clamp(max=1.0)
     return [
-        factor.to(g.dtype) * g
+        (factor * w).to(g.dtype)
         + noise_multiplier * max_grad_norm * torch.randn(g.shape, generator=generator, dtype=g.dtype, device=g.device)
-        for g in gradient
+        for g, w in zip(gradient, wide, strict=True)
     ]
 
 
@@ -60,9 +67,21 @@ def local_epsilon(noise_multiplier: float, delta: float, reports: int = 1) -> fl
     Locally, any two gradients of the user must look alike: they are up to 2C apart, so the noise multiplier counts
     half, and there is no sampling that would amplify.
 
+    Args:
+        noise_multiplier: sigma, positive and finite.
+        delta: in (0, 1).
+        reports: how many reports the user sends in all, at least 1.
+
     >>> local_epsilon(8.0, 1e-5) < local_epsilon(4.0, 1e-5)
     True
     """
+    # Without these checks a sigma of -1 is squared by the accountant and passes for 1.
+    if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
+        raise ValueError(f"noise_multiplier must be positive and finite, got {noise_multiplier!r}")
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must be in (0, 1), got {delta!r}")
+    if isinstance(reports, bool) or not isinstance(reports, int) or reports < 1:
+        raise ValueError(f"reports must be a whole number of at least 1, got {reports!r}")
     accountant = RDPAccountant()
     for _ in range(reports):
         accountant.step(noise_multiplier=noise_multiplier / 2, sample_rate=1.0)

@@ -14,7 +14,7 @@ is best, and below is safe: Theorem 1 still bounds the decrease.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -38,7 +38,8 @@ class PrivateSGDOL(DPOptimizer):
     The update is :math:`x_{t+1} = x_t - \mathrm{lr}\, s_t d_t`, where ``lr`` is the base rate 1/M of the wrapped
     ``torch.optim.SGD`` (schedulers and parameter groups as usual), :math:`d_t` the average of the releases with
     momentum beta, and :math:`s_t \in [0, 2]` the learned multiplier. ``param_groups[i]["step_size"]`` is the step size
-    that was used. Weight decay is the wrapped SGD's, at the rate lr. A release that is not finite is skipped.
+    that was used. Weight decay is the wrapped SGD's, at the rate lr. A sample whose gradient is not finite counts as
+    one with gradient 0: clipping bounds no NaN (:meth:`clip_and_accumulate`).
 
     ============== ============================================================== ===============================
     source         u for the present gradient                                     E u = \|\|G\|\|^2 needs
@@ -51,7 +52,8 @@ class PrivateSGDOL(DPOptimizer):
     ``"halves"``   <h_1, h_2> of two halves, each with the whole noise            N large: it is low by at most C^2/N
     ============== ============================================================== ===============================
 
-    All cost the privacy of DP-SGD, to the last digit. "variance" with momentum is the default: it is the least noisy.
+    All cost the privacy of DP-SGD, to the last digit. The default is "variance" with momentum: "past" is less noisy, by
+    about a third at beta = 0.9, and the default adds the present gradient's share, (1-beta)\|\|G\|\|^2, to it.
 
     Args:
         optimizer: what ``PrivacyEngine.make_private`` returned: flat clipping, one process, per-sample gradients.
@@ -92,18 +94,24 @@ class PrivateSGDOL(DPOptimizer):
     # What is released -------------------------------------------------------------------------------------------------
 
     def clip_and_accumulate(self) -> None:
-        """As Opacus'; with ``"halves"``, every sample's clipped gradient goes to one of two sums by a fair coin.
+        """As Opacus', but a sample whose gradient is not finite adds nothing; with ``"halves"``, there are two sums.
 
-        A sample changes one of the two sums, by at most C: together they have the sensitivity C of the one sum. The
-        coins are drawn per sample and do not depend on the data. By position (the first half of the batch) would not
-        do: a sample that is left out moves all that follow it, and both sums change.
+        Clipping multiplies a gradient by ``min(1, C/length)``, and 0 times infinity is NaN: one sample with a finite
+        input and an infinite gradient would make the release NaN, which no noise hides. Opacus' own optimizer has that
+        hole. Here such a sample's gradient is set to 0, so each sample changes the sum by at most C.
+
+        With ``"halves"`` every sample's clipped gradient goes to one of two sums by a fair coin. A sample changes one
+        of the two sums, by at most C: together they have the sensitivity C of the one sum. The coins are drawn per
+        sample and do not depend on the data. By position (the first half of the batch) would not do: a sample that is
+        left out moves all that follow it, and both sums change.
         """
+        for p in self.params:
+            _check_processed_flag(p.grad_sample)
+        _zero_what_is_not_finite(self.params)
         if self.source != "halves":
             super().clip_and_accumulate()
             return
         samples = self.grad_samples
-        for p in self.params:
-            _check_processed_flag(p.grad_sample)
         squares = torch.stack(
             [(g.reshape(len(g), p.numel()) ** 2).sum(1) for g, p in zip(samples, self.params, strict=True)]
         )
@@ -159,7 +167,9 @@ class PrivateSGDOL(DPOptimizer):
         """The gradient and the estimate of ||G||^2 from it, or None: not enough yet, or nothing that can be used."""
         gradient = [p.grad for p in self.params]
         n = inner(gradient, gradient)
-        if not torch.isfinite(n):  # the release, not the data, is looked at: still post-processing
+        # The release is looked at, not the data: post-processing. No data make it infinite (clip_and_accumulate), only
+        # a max_grad_norm or a noise multiplier at the end of the parameters' range does.
+        if not torch.isfinite(n):
             self.state[KEY]["skipped"] = self.state[KEY].get("skipped", 0) + 1
             return None
         if self.source == "variance":
@@ -193,6 +203,23 @@ class PrivateSGDOL(DPOptimizer):
     def diagnostics(self) -> dict[str, float]:
         """The multiplier, the numbers of updates and of skipped releases, and signal to noise; all from releases."""
         return diagnostics(self.state.get(KEY, {}))
+
+
+def _zero_what_is_not_finite(params: Sequence[Any]) -> None:
+    """Set the whole gradient of each sample to 0, in place, if its length is not a finite number in p's type.
+
+    A finite gradient whose length overflows is set to 0 as well: clipping by C/inf would do the same to it.
+    """
+    batches = [p.grad_sample if isinstance(p.grad_sample, list) else [p.grad_sample] for p in params]
+    for of_one_batch in zip(*batches, strict=True):
+        lengths = [
+            # In the type in which the gradients are summed: a cast may overflow too.
+            g.to(p.dtype).reshape(len(g), p.numel()).norm(dim=1).to(of_one_batch[0].device)
+            for g, p in zip(of_one_batch, params, strict=True)
+        ]
+        finite = torch.stack(lengths).isfinite().all(0)
+        for g in of_one_batch:
+            g.masked_fill_(~finite.to(g.device).reshape(-1, *[1] * (g.dim() - 1)), 0)
 
 
 def _check(optimizer: Any, source: Any, momentum: float) -> None:
