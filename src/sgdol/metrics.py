@@ -86,7 +86,8 @@ class Metric(Protocol):
 
     A metric that sets ``diagonal = True`` promises that D is a diagonal matrix, which step sizes per coordinate and
     sharded tensors need. One that sets ``scale_free = True`` promises that D does not change if all gradients are
-    multiplied by a number.
+    multiplied by a number. One that has ``past_square(state, operator)``, the mean of the tensor's past <g, D^-1 g> in
+    the D of the coming step, tells the optimizer without M how long gradients usually are.
     """
 
     def initial(self, zero: Array) -> State:
@@ -228,6 +229,10 @@ class RMS:
         """The diagonal D."""
         a, c = self.coefficients(state.weight, means)
         return Diagonal(sqrt(a * state.square + c))
+
+    def past_square(self, state: Squares, operator: Diagonal) -> Array:
+        """The mean of the past <g, D^-1 g>, had D always been what it is now; 0 if there is no past."""
+        return ratio(namespace(state.square).sum(operator.sharp(state.square)), state.weight, 0.0)
 
     def observe(self, state: Squares, gradient: Array) -> Squares:
         """Add the square of the gradient."""

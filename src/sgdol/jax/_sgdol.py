@@ -1,7 +1,7 @@
 r"""SGDOL as an optax gradient transformation (Zhuang, Cutkosky and Orabona, ICML 2019).
 
-The way is one way: independent gradients (``_sources``) -> metric (``_geometry``) and momentum -> (d, u, n) of every
-block (``_statistics``, ``_blocks``) -> multiplier s by a learner (``_core``) -> update -lr s d.
+The way is one way, and ``Core.update`` in ``_core`` is its text: independent gradients (``_sources``) -> metric
+(``_metric``) and momentum -> (d, u, n) of every block (``_blocks``) -> multiplier s by a learner -> update -lr s d.
 """
 
 from __future__ import annotations
