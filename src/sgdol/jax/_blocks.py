@@ -27,6 +27,9 @@ Labels = Any | Callable[[Any], Any]
 _ONE: Any = jax.tree.structure(0)
 """The structure of a tree that is a leaf."""
 
+_SMALL = 2**14
+"""Arrays of at most so many entries are added up together."""
+
 
 class Blocks:
     """How the coordinates of some parameters share step sizes.
@@ -63,19 +66,26 @@ class Blocks:
         return [jnp.zeros(() if self.granularity == "global" else self._count, self.dtype)]
 
     def products(self, a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
-        """The products of two lists of arrays like the leaves, summed over each block."""
-        each = [x * y for x, y in zip(a, b, strict=True)]
-        return each if self.per_coordinate else self._gather([jnp.sum(v).astype(self.dtype) for v in each])
+        """The products of two lists of arrays like the leaves, summed over each block.
 
-    def squares(self, a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
-        """The same of several arrays along a new first axis of every leaf, summed over that axis, too."""
-        products = self.products(a, b)
-        return [add(v) for v in products] if self.per_coordinate else products
+        Several arrays may lie along a new first axis of every leaf: their products are added, too.
+        """
+        if self.per_coordinate:
+            each = [x * y for x, y in zip(a, b, strict=True)]
+            return [add(v) if v.ndim > len(shape) else v for v, shape in zip(each, self._shapes, strict=True)]
+        sums = [self._dot(*part) for part in zip(self._members(a), self._members(b), strict=True)]
+        return sums if self.granularity == "global" else [jnp.stack(sums)]
 
-    def _gather(self, per_leaf: list[jax.Array]) -> list[jax.Array]:
-        """One number per leaf, summed over each block; not for coordinates."""
-        parts = [sum(part[1:], part[0]) for part in self._members(per_leaf)]
-        return parts if self.granularity == "global" else [jnp.stack(parts)]
+    def _dot(self, a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
+        """<a, b> of two lists of arrays."""
+        # Small arrays end to end: on a CPU, a reduction of its own costs each of them several kernels.
+        alone = _on_one_cpu()
+        small = [alone and v.size <= _SMALL and v.dtype == self.dtype for v in a]
+        sums = [jnp.sum(x * y).astype(self.dtype) for x, y, s in zip(a, b, small, strict=True) if not s]
+        if any(small):
+            ends = [jnp.concatenate([v.reshape(-1) for v, s in zip(c, small, strict=True) if s]) for c in (a, b)]
+            sums.append(jnp.vdot(*ends, precision=jax.lax.Precision.HIGHEST))
+        return sum(sums[1:], sums[0])
 
     def _members(self, per_leaf: list[Any]) -> list[list[Any]]:
         """One thing per leaf, as a list for each block."""
@@ -131,11 +141,15 @@ def _labels(param_labels: Labels, params: Any) -> list[Any]:
 
 def add(stacked: jax.Array) -> jax.Array:
     """The sum over the first axis."""
-    # XLA for CPUs takes 20 to 80 times as long for jnp.sum over a first axis as for the sum of slices. Elsewhere, and
-    # where the first axis may be spread over devices, jnp.sum is right.
-    if jax.default_backend() != "cpu" or jax.device_count() > 1 or stacked.shape[0] > 64:
+    # XLA for CPUs takes 20 to 80 times as long for jnp.sum over a first axis as for the sum of slices.
+    if not _on_one_cpu() or stacked.shape[0] > 64:
         return jnp.sum(stacked, axis=0)
     return functools.reduce(operator.add, [stacked[i] for i in range(stacked.shape[0])])
+
+
+def _on_one_cpu() -> bool:
+    """Whether there is one device, a CPU: nothing is spread over devices, and each kernel costs its own time."""
+    return jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
 # Complex numbers are pairs of real ones -------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ class Core:
             # For equal gradients, u = n to the last bit.
             return blocks.products([g[0] for g in found.vectors], sharp(D, [g[1] for g in found.vectors]))
         sharpened = [jax.vmap(op.sharp)(g).astype(g.dtype) for op, g in zip(D, found.vectors, strict=True)]
-        k, squares = found.k, sum_over(found.axes, blocks.squares(found.vectors, sharpened))
+        k, squares = found.k, sum_over(found.axes, blocks.products(found.vectors, sharpened))
         return [surrogate.symmetric_signal(length, q / k**2, k) for length, q in zip(n, squares, strict=True)]
 
     def _learn(
