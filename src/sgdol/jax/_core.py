@@ -92,7 +92,8 @@ class Core:
 
     def init(self, params: Any, rate: Any = 1.0) -> ScaleBySGDOLState:
         refuse_integers(params)
-        options, blocks = self._options, self._blocks(params)
+        options = self._options
+        blocks = Blocks(options.granularity, params, options.param_labels)
         zeros = blocks.zeros()
         states = [self._learner.initial(zero) for zero in zeros]
         alphas, unit = zeros, jnp.zeros((), blocks.dtype)
@@ -128,7 +129,8 @@ class Core:
         if not jax.tree.leaves(state.held):  # a mask can leave nothing
             return updates, state
         self._refuse_another_configuration(state)
-        options, blocks = self._options, self._blocks(state.held)
+        options = self._options
+        blocks = Blocks(options.granularity, state.held, options.param_labels)
         if options.weight_decay is not None and params is None:
             raise ValueError("weight_decay needs the parameters: call update(grads, state, params)")
         found = take(updates, others, state.held, options.estimator, options.axis_name)
@@ -265,8 +267,10 @@ class Core:
     def _first_alpha(self, alphas: list[jax.Array], n: list[jax.Array], blocks: Blocks) -> list[jax.Array]:
         """The default alpha: kappa times the first non-zero squared gradient, to each block its even share by size."""
         length = total(n)
-        kappa = in_unit(self._options.kappa, jnp.ones_like(length))
-        first = jnp.where(length > 0, jnp.minimum(kappa * length, largest(length.dtype)), 0.0)
+        kappa: Any = self._options.kappa
+        top = largest(length.dtype)
+        kappa = min(kappa, top) if isinstance(kappa, float) else jnp.minimum(kappa, top).astype(length.dtype)
+        first = jnp.where(length > 0, jnp.minimum(kappa * length, top), 0.0)
         unset = jnp.max(alphas[0]) == 0 if alphas[0].size else total(alphas) == 0
         return [
             jnp.where(unset, jnp.broadcast_to((first * share).astype(a.dtype), a.shape), a)
@@ -308,9 +312,6 @@ class Core:
                 raise ValueError(
                     f"state was made {words[0]} {name} and this optimizer is {words[1]}: init a state of its own"
                 )
-
-    def _blocks(self, params: Any) -> Blocks:
-        return Blocks(self._options.granularity, params, self._options.param_labels)
 
 
 def _like(move: jax.Array, dtype: Any) -> jax.Array:

@@ -124,7 +124,7 @@ def sgdol_free(
         momentum: beta, in [0, 1).
         weight_decay: decoupled, scaled by the step size.
         averaging: a of the polynomial average, at least 0.
-        metric: ``"rms"``, ``"adagrad"``, ``"euclidean"``, or an object of :mod:`sgdol.metrics`.
+        metric: ``"rms"``, ``"adagrad"``, ``"euclidean"``, ``"kronecker"``, or an object of :mod:`sgdol.metrics`.
 
     >>> import jax.numpy as jnp
     >>> from sgdol.jax import averaged_params, microbatch_grads

@@ -48,12 +48,9 @@ class Memory:
         columns = list(zip(*map(_fields, probes), strict=True))
         seen = [[getattr(field, "shape", None) for field in column] for column in columns]
         self._kinds = ["like" if s == shapes else "number" if s == [(), ()] else "own" for s in seen]
-        self._structure: Any = jax.tree.structure(probes[0], is_leaf=lambda part: part is not probes[0])
-
-    @property
-    def is_empty(self) -> bool:
+        self.is_empty = not self._kinds
         """Whether the metric remembers nothing."""
-        return not self._kinds
+        self._structure: Any = jax.tree.structure(probes[0], is_leaf=lambda part: part is not probes[0])
 
     def pack(self, states: list[Any], tree: Any, dtypes: list[Any]) -> Any:
         """The states as they stand in the optimizer's state.
@@ -111,14 +108,15 @@ def choose_unit(gradient: list[jax.Array], dtype: Any) -> tuple[jax.Array, jax.A
 
     >>> unit, found = choose_unit([jnp.array([3.0, -1e20])], jnp.float32)
     >>> float(jnp.log2(unit)), bool(found)
-    (35.0, True)
+    (34.0, True)
     """
     top = jnp.max(jnp.stack([jnp.max(jnp.abs(g), initial=0.0).astype(dtype) for g in gradient]))
-    top_power = jnp.finfo(dtype).maxexp
+    info = jnp.finfo(dtype)
     found = (top > 0) & jnp.isfinite(top)
-    exponent = jnp.where(found, jnp.frexp(jnp.where(found, top, 1.0))[1], 0)
-    excess = exponent - jnp.clip(exponent, -5 * top_power // 16, top_power // 4)
-    return jnp.ldexp(jnp.ones((), dtype), excess), found
+    # The nearest power of two, by taking away the mantissa; divided by the nearest one within the bounds.
+    power = jax.lax.reduce_precision(jnp.where(found, top, 1.0), info.nexp, 0)
+    power = jnp.minimum(power, 2.0 ** (info.maxexp - 1))
+    return power / jnp.clip(power, 2.0 ** (-5 * info.maxexp // 16), 2.0 ** (info.maxexp // 4)), found
 
 
 def divided(leaves: list[jax.Array], unit: jax.Array) -> list[jax.Array]:
