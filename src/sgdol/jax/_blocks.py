@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-__all__ = ["GRANULARITIES", "Blocks", "Granularity", "add", "as_real", "as_real_dtype", "is_complex"]
+__all__ = ["GRANULARITIES", "Blocks", "Granularity", "add", "as_real", "as_real_dtype", "dot", "is_complex", "total"]
 
 Granularity = Literal["global", "group", "tensor", "coordinate"]
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
@@ -73,19 +73,8 @@ class Blocks:
         if self.per_coordinate:
             each = [x * y for x, y in zip(a, b, strict=True)]
             return [add(v) if v.ndim > len(shape) else v for v, shape in zip(each, self._shapes, strict=True)]
-        sums = [self._dot(*part) for part in zip(self._members(a), self._members(b), strict=True)]
+        sums = [dot(*part, self.dtype) for part in zip(self._members(a), self._members(b), strict=True)]
         return sums if self.granularity == "global" else [jnp.stack(sums)]
-
-    def _dot(self, a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
-        """<a, b> of two lists of arrays."""
-        # Small arrays end to end: on a CPU, a reduction of its own costs each of them several kernels.
-        alone = _on_one_cpu()
-        small = [alone and v.size <= _SMALL and v.dtype == self.dtype for v in a]
-        sums = [jnp.sum(x * y).astype(self.dtype) for x, y, s in zip(a, b, small, strict=True) if not s]
-        if any(small):
-            ends = [jnp.concatenate([v.reshape(-1) for v, s in zip(c, small, strict=True) if s]) for c in (a, b)]
-            sums.append(jnp.vdot(*ends, precision=jax.lax.Precision.HIGHEST))
-        return sum(sums[1:], sums[0])
 
     def _members(self, per_leaf: list[Any]) -> list[list[Any]]:
         """One thing per leaf, as a list for each block."""
@@ -137,6 +126,28 @@ def _labels(param_labels: Labels, params: Any) -> list[Any]:
             f"param_labels must be a prefix of the tree of the parameters, {jax.tree.structure(params)}, got {labels!r}"
         ) from error
     return found
+
+
+def dot(a: list[jax.Array], b: list[jax.Array], dtype: Any) -> jax.Array:
+    """<a, b> of two lists of arrays, as a number of this type."""
+    # Small arrays end to end: on a CPU, a reduction of its own costs each of them several kernels.
+    alone = _on_one_cpu()
+    small = [alone and v.size <= _SMALL and v.dtype == dtype for v in a]
+    sums = [jnp.sum(x * y, dtype=dtype) for x, y, s in zip(a, b, small, strict=True) if not s]
+    if any(small):
+        ends = [jnp.concatenate([v.reshape(-1) for v, s in zip(c, small, strict=True) if s]) for c in (a, b)]
+        sums.append(jnp.vdot(*ends, precision=jax.lax.Precision.HIGHEST))
+    return total(sums)
+
+
+def total(values: list[Any]) -> Any:
+    """The sum of all entries of some arrays or numbers."""
+    parts = [jnp.sum(v) if jnp.ndim(v) else v for v in values]
+    if len(parts) <= 2:
+        return sum(parts[1:], parts[0])
+    # Without the barrier, XLA makes a chain of additions of this and repeats it in every kernel that uses the sum: with
+    # as many parts as leaves, the program grows with their square.
+    return jnp.sum(jax.lax.optimization_barrier(jnp.stack([jnp.asarray(part) for part in parts])))
 
 
 def add(stacked: jax.Array) -> jax.Array:

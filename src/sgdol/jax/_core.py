@@ -11,10 +11,9 @@ import optax
 from sgdol import surrogate
 from sgdol.jax import _record
 from sgdol.jax._axes import sum_over
-from sgdol.jax._blocks import Blocks, as_real
+from sgdol.jax._blocks import Blocks, as_real, total
 from sgdol.jax._metric import Memory, choose_unit, divided, in_unit, largest, operators, sharp
 from sgdol.jax._options import Scaling
-from sgdol.jax._record import total
 from sgdol.jax._sources import Gradients, refuse_integers, take
 from sgdol.learners import uses_hindsight
 from sgdol.metrics import Euclidean, Operator, is_scale_free

@@ -18,7 +18,7 @@ from sgdol import averaging as averages
 from sgdol import free, metrics, probing
 from sgdol.free import State
 from sgdol.jax._averaging import PolynomialAverageState
-from sgdol.jax._blocks import add, is_complex
+from sgdol.jax._blocks import add, dot, is_complex, total
 from sgdol.jax._checks import check_number
 from sgdol.jax._metric import Memory, choose_unit, operators, sharp
 from sgdol.metrics import Metric, Operator
@@ -75,30 +75,25 @@ class _Norm:
 
     def gradient(self, g: list[jax.Array]) -> jax.Array:
         """||g||, in D^-1."""
-        return self._unit * jnp.sqrt(self._dot(g, sharp(self.D, g)))
+        return self._unit * jnp.sqrt(dot(g, sharp(self.D, g), self._unit.dtype))
 
     def gradients(self, parts: list[jax.Array]) -> jax.Array:
         """The root of the sum of the squares of several gradients along a new first axis."""
         turned = [jax.vmap(D.sharp)(v).astype(v.dtype) for D, v in zip(self.D, parts, strict=True)]
-        return self._unit * jnp.sqrt(self._dot(parts, turned))
+        return self._unit * jnp.sqrt(dot(parts, turned, self._unit.dtype))
 
     def along(self, g: list[jax.Array], s: list[jax.Array]) -> jax.Array:
         """<g, s> of a gradient and a difference of points: no metric is in that."""
-        return self._unit * self._dot(g, s)
+        return self._unit * dot(g, s, self._unit.dtype)
 
     def length(self, s: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
         """||s|| of a difference of points, in D, and s/||s||; whatever its scale: in units of the largest entry."""
-        top = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(v), initial=0.0).astype(self._unit.dtype) for v in s])
+        top = jnp.max(jnp.stack([jnp.max(jnp.abs(v), initial=0.0).astype(self._unit.dtype) for v in s]))
         top = jnp.where(top > 0, top, 1.0)
         s = [v / top.astype(v.dtype) for v in s]
-        length = jnp.sqrt(self._dot(s, [D.flat(v).astype(v.dtype) for D, v in zip(self.D, s, strict=True)]))
+        length = jnp.sqrt(dot(s, [D.flat(v).astype(v.dtype) for D, v in zip(self.D, s, strict=True)], top.dtype))
         inverse = 1 / jnp.where(length > 0, length, 1.0)
         return top * length, [v * inverse.astype(v.dtype) for v in s]
-
-    def _dot(self, a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
-        return sum(
-            (jnp.sum(x * y, dtype=self._unit.dtype) for x, y in zip(a, b, strict=True)), jnp.zeros_like(self._unit)
-        )
 
 
 def sgdol_free(
@@ -348,7 +343,7 @@ def _usual(metric: Any, states: list[Any], D: list[Operator], unit: jax.Array) -
     if not hasattr(metric, "past_square"):
         return None
     squares = [metric.past_square(s, d).astype(unit.dtype) for s, d in zip(states, D, strict=True)]
-    return unit * jnp.sqrt(sum(squares, jnp.zeros_like(unit)))
+    return unit * jnp.sqrt(total(squares))
 
 
 def _divided(leaves: list[jax.Array], unit: jax.Array) -> list[jax.Array]:

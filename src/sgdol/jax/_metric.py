@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sgdol.jax._blocks import total
 from sgdol.metrics import Means, Metric, Operator
 
 __all__ = ["Memory", "choose_unit", "divided", "in_unit", "largest", "operators", "sharp"]
@@ -21,8 +22,9 @@ __all__ = ["Memory", "choose_unit", "divided", "in_unit", "largest", "operators"
 def operators(metric: Metric, states: list[Any], gradient: list[jax.Array]) -> list[Operator]:
     """D of each leaf, from the metric's states; the gradient is that of this update, for leaves without a past."""
     squares = [metric.mean_square(state, g) for state, g in zip(states, gradient, strict=True)]
-    weighted = [g.size * square for g, square in zip(gradient, squares, strict=True) if g.size]
-    overall = sum(weighted) / max(sum(g.size for g in gradient), 1)
+    sizes = [g.size for g in gradient]
+    weighted = [size / sum(sizes) * square for size, square in zip(sizes, squares, strict=True) if size]
+    overall = total(weighted) if weighted else 1.0
     return [metric.operator(state, Means(square, overall)) for state, square in zip(states, squares, strict=True)]
 
 

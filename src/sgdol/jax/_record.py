@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sgdol import summary, surrogate
-from sgdol.jax._blocks import Blocks
+from sgdol.jax._blocks import Blocks, total
 
-__all__ = ["Record", "after_update", "empty", "plain", "report", "total"]
+__all__ = ["Record", "after_update", "empty", "plain", "report"]
 
 
 class Record(NamedTuple):
@@ -74,12 +74,6 @@ def _multiplier(blocks: Blocks, seen: Any, multipliers: list[jax.Array]) -> jax.
     move = total([s * s * squared for s, squared in zip(multipliers, lengths, strict=True)])
     length = total(lengths)
     return jnp.sqrt(jnp.where(length > 0, move / jnp.where(length > 0, length, 1), 1)).astype(blocks.dtype)
-
-
-def total(values: list[jax.Array]) -> jax.Array:
-    """The sum over all blocks."""
-    parts = [jnp.sum(v) if v.ndim else v for v in values]
-    return sum(parts[1:], parts[0])
 
 
 def report(record: Record, count: Any, pending: Any, unit: Any) -> dict[str, Any]:
