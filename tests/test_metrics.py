@@ -91,7 +91,8 @@ def test_a_bad_constant_is_refused_by_name_and_value(arguments, message):
 
 
 def test_a_bad_metric_is_refused_by_name():
-    with pytest.raises(ValueError, match="metric must be one of 'euclidean', 'rms', 'adagrad' or an object, got 'l2'"):
+    names = "'euclidean', 'rms', 'adagrad', 'kronecker'"
+    with pytest.raises(ValueError, match=f"metric must be one of {names} or an object, got 'l2'"):
         metrics.get("l2")
     with pytest.raises(TypeError, match="metric must be a name or an object"):
         metrics.get(Euclidean)

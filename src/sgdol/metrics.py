@@ -13,7 +13,7 @@ D_t^{-1}\bar g\rangle = \|\nabla f\|^2_{D_t^{-1}} = E_t u` because :math:`D_t` i
 A metric is a small immutable object. What it remembers of one tensor is a named tuple of arrays, of any shapes. Its
 :meth:`~Metric.operator` makes D of the coming step of that; nobody outside needs to know what D looks like. D may need
 two means that run over more than its own tensor (:class:`Means`): front ends take them, over whatever ranks or devices
-the parameters are spread. A new metric is one class here and its formula in :mod:`sgdol.reference`.
+the parameters are spread. A new metric is one class and its formula as a reference (:mod:`sgdol.reference`).
 
 >>> import numpy as np
 >>> metric, g = RMS(), np.array([3.0, 4.0])
@@ -26,9 +26,10 @@ array([3.53, 3.54])
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from sgdol._numbers import namespace, ratio, sqrt, where
+from sgdol._diagonal import RMS, AdaGrad, Diagonal, Means, Squares
+from sgdol._kronecker import Factors, Kronecker, Rotated
 
 __all__ = [
     "METRICS",
@@ -36,10 +37,13 @@ __all__ = [
     "AdaGrad",
     "Diagonal",
     "Euclidean",
+    "Factors",
     "Identity",
+    "Kronecker",
     "Means",
     "Metric",
     "Operator",
+    "Rotated",
     "Squares",
     "get",
     "is_diagonal",
@@ -48,24 +52,6 @@ __all__ = [
 
 Array = Any
 State = Any
-
-
-class Means(NamedTuple):
-    """What D of a tensor may need besides the tensor's own history."""
-
-    tensor: Array
-    """The mean of the squares (:meth:`Metric.mean_square`) over the tensor."""
-    overall: Array
-    """The same over all coordinates of all tensors."""
-
-
-class Squares(NamedTuple):
-    """What a diagonal metric remembers of one tensor."""
-
-    square: Array
-    """v, the weighted sum of the squared gradients."""
-    weight: Array
-    """w, the sum of the weights; 0 while no gradient has been seen."""
 
 
 class Operator(Protocol):
@@ -86,7 +72,8 @@ class Metric(Protocol):
 
     A metric that sets ``diagonal = True`` promises that D is a diagonal matrix, which step sizes per coordinate and
     sharded tensors need. One that sets ``scale_free = True`` promises that D does not change if all gradients are
-    multiplied by a number.
+    multiplied by a number. One that has ``past_square(state, operator)``, the mean of the tensor's past <g, D^-1 g> in
+    the D of the coming step, tells the optimizer without M how long gradients usually are.
     """
 
     def initial(self, zero: Array) -> State:
@@ -120,25 +107,6 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Diagonal:
-    """D is a diagonal matrix.
-
-    Args:
-        values: of its diagonal, positive, in the tensor's shape.
-    """
-
-    values: Array
-
-    def sharp(self, gradient: Array) -> Array:
-        """Each coordinate divided by its value."""
-        return gradient / self.values
-
-    def flat(self, vector: Array) -> Array:
-        """Each coordinate times its value."""
-        return vector * self.values
-
-
-@dataclass(frozen=True)
 class Euclidean:
     """The paper's norm: D = 1, and nothing to remember.
 
@@ -166,85 +134,6 @@ class Euclidean:
         return ()
 
 
-@dataclass(frozen=True)
-class RMS:
-    r"""The root mean square of each coordinate's past gradients, as in RMSProp and Adam, normalised.
-
-    With weighted sums :math:`v \leftarrow b v + \bar g^2`, :math:`w \leftarrow b w + 1` after every update,
-
-    .. math:: V = \frac{v + k_0\,\mathrm{mean}_{\text{tensor}}(v)/w}{w + k_0}, \qquad
-        D = \sqrt{\frac{V/\bar V + k_1}{1 + k_1}}, \qquad \bar V = \mathrm{mean}_{\text{all}}(v)/w,
-
-    so that the mean of :math:`D^2` over all coordinates is 1 and M, or lr = 1/M, keeps Euclid's unit. The first
-    pseudo-count :math:`k_0` of the tensor's mean keeps coordinates that were never seen in bounds, the second
-    :math:`k_1` of the mean over all coordinates does so for tensors that have had no gradient at all so far (a factor
-    that starts at zero). At the first update there is no past: D is then made of the tensors' means of the present
-    squares, a constant in each tensor. Memory: one vector.
-
-    Args:
-        decay: b in (0, 1]: how much of a square is left after one more update; 1 forgets nothing (:class:`AdaGrad`).
-        tensor: k_0, positive: the pseudo-count of the tensor's mean.
-        overall: k_1, at least 0: the pseudo-count of the mean over all coordinates.
-    """
-
-    decay: float = 0.99
-    tensor: float = 0.01
-    overall: float = 1e-4
-
-    diagonal: ClassVar[bool] = True
-    scale_free: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay must be in (0, 1], got {self.decay!r}")
-        if not 0 < self.tensor < float("inf"):
-            raise ValueError(f"tensor must be positive and finite, got {self.tensor!r}")
-        if not 0 <= self.overall < float("inf"):
-            raise ValueError(f"overall must be finite and at least 0, got {self.overall!r}")
-
-    @property
-    def floor(self) -> float:
-        """The least that D can be: see :func:`sgdol.theory.in_metric`."""
-        return (self.overall / (1 + self.overall)) ** 0.5
-
-    def initial(self, zero: Array) -> Squares:
-        """No gradient yet."""
-        return Squares(zero, 0.0)
-
-    def mean_square(self, state: Squares, gradient: Array) -> Array:
-        """mean(v)/w, or the mean of the present squares if there is no past."""
-        xp = namespace(state.square)
-        past, present = xp.mean(state.square), xp.mean(gradient * gradient)
-        return where(state.weight > 0, ratio(past, state.weight, 1.0), present)
-
-    def coefficients(self, weight: Array, means: Means) -> tuple[Array, Array]:
-        """(a, c) of D^2 = a v + c; numbers, or one entry per tensor. Where all is 0 so far, D is 1."""
-        overall = where(means.overall > 0, means.overall, 1.0)
-        total = (weight + self.tensor) * (1 + self.overall)
-        c = self.tensor * (means.tensor / overall) / total + self.overall / (1 + self.overall)
-        return 1 / (total * overall), where(means.overall > 0, c, 1.0)
-
-    def operator(self, state: Squares, means: Means) -> Diagonal:
-        """The diagonal D."""
-        a, c = self.coefficients(state.weight, means)
-        return Diagonal(sqrt(a * state.square + c))
-
-    def observe(self, state: Squares, gradient: Array) -> Squares:
-        """Add the square of the gradient."""
-        return Squares(self.decay * state.square + gradient * gradient, self.decay * state.weight + 1)
-
-
-@dataclass(frozen=True)
-class AdaGrad(RMS):
-    """The same with every past gradient counting alike, as in AdaGrad; the step size that decays is the learner's part.
-
-    >>> AdaGrad().decay
-    1.0
-    """
-
-    decay: float = 1.0
-
-
 def is_diagonal(metric: Metric) -> bool:
     """Whether the metric promises that D is a diagonal matrix (``diagonal = True``)."""
     return bool(getattr(metric, "diagonal", False))
@@ -259,7 +148,7 @@ def is_scale_free(metric: Metric) -> bool:
     return bool(getattr(metric, "scale_free", False))
 
 
-METRICS: dict[str, Metric] = {"euclidean": Euclidean(), "rms": RMS(), "adagrad": AdaGrad()}
+METRICS: dict[str, Metric] = {"euclidean": Euclidean(), "rms": RMS(), "adagrad": AdaGrad(), "kronecker": Kronecker()}
 """The metrics that have a name."""
 
 

@@ -29,6 +29,9 @@ __all__ = [
 Vector = NDArray[np.float64]
 
 MetricName = Literal["euclidean", "rms", "adagrad"]
+MetricFunction = Callable[[Sequence[Vector], Vector, NDArray[np.intp]], ArrayLike]
+"""D from the mean gradients of the updates before, that of this update and the number of each coordinate's tensor: a
+positive definite matrix, or the diagonal of one."""
 METRICS: Mapping[str, Mapping[str, float]] = {"rms": {"decay": 0.99}, "adagrad": {"decay": 1.0}}
 """The arguments of :func:`diagonal` that a name stands for."""
 
@@ -203,7 +206,7 @@ class Run(NamedTuple):
     output: int
     """k - 1 for the uniformly random k in 1, ..., T: ``iterates[output]`` is what Algorithm 1 returns."""
     diagonals: Vector
-    """D_1, ..., D_T of the metric; ones for Euclid's."""
+    """D_1, ..., D_T of the metric, as diagonals or, if it gives full matrices, as matrices; ones for Euclid's."""
 
 
 def algorithm_1(
@@ -217,7 +220,7 @@ def algorithm_1(
     estimator: Literal["paper", "symmetric"] = "paper",
     blocks: ArrayLike | None = None,
     seed: int = 0,
-    metric: MetricName | Mapping[str, float] = "euclidean",
+    metric: MetricName | Mapping[str, float] | MetricFunction = "euclidean",
     tensors: ArrayLike | None = None,
 ) -> Run:
     r"""Algorithm 1 (SGDOL) with FTRL as its learner.
@@ -237,7 +240,8 @@ def algorithm_1(
         blocks: the block number of each coordinate, from 0: coordinates of one block share a step size. None for one
             block (Algorithm 1); ``range(d)`` for the per-coordinate variant of section 6.
         seed: of the random output iterate.
-        metric: past the paper: in which products of gradients are taken; a name, or arguments of :func:`diagonal`.
+        metric: past the paper: in which products of gradients are taken; a name, arguments of :func:`diagonal`, or a
+            function that makes D (:data:`MetricFunction`).
         tensors: for the metric, the number of the tensor that each coordinate is in; None for one.
 
     >>> rng = np.random.default_rng(0)
@@ -263,7 +267,7 @@ def replay(
     kappa: float = 1.0,
     momentum: float = 0.0,
     statistics: Literal["direction", "gradient"] = "direction",
-    metric: MetricName | Mapping[str, float] = "euclidean",
+    metric: MetricName | Mapping[str, float] | MetricFunction = "euclidean",
     tensors: ArrayLike | None = None,
     learner: Literal["ftrl", "measured"] = "ftrl",
     bias_correction: bool = True,
@@ -271,17 +275,16 @@ def replay(
 ) -> Run:
     r"""Algorithm 1 on recorded gradients, of shape (T, k, d): what an optimizer must do on exact vectors.
 
-    Past the paper: alpha=None is kappa times the first squared gradient; with momentum,
-    :math:`d_t = m_t / (1 - \beta^t)` for :math:`m_t = \beta m_{t-1} + (1 - \beta) \bar g_t`, and the learner
-    sees either the pair
+    Past the paper: alpha=None is kappa times the first squared gradient; with momentum, :math:`d_t = m_t / (1 -
+    \beta^t)` for :math:`m_t = \beta m_{t-1} + (1 - \beta) \bar g_t`, and the learner sees either the pair
     :math:`((\beta \langle m_{t-1}, \bar g_t\rangle + (1 - \beta) u_t)/(1 - \beta^t), \|d_t\|^2)` of that direction,
     or the pair of the gradients alone. In a metric every product of two gradients has :math:`D_t^{-1}`
-    (:func:`diagonal`) in between, and :math:`d_t = D_t^{-1} m_t / (1 - \beta^t)`. The learner is FTRL, or the one of
-    :func:`measured_multiplier`. ``tensors`` numbers the tensor of each coordinate; None for one. Without bias
-    correction the direction is :math:`m_t`: 1 stands for :math:`1 - \beta^t` everywhere. With ``epoch`` = B updates in
-    a shuffled epoch, products of two gradients of one epoch are low by a number of which
-    :math:`(\|\bar g\|^2 - u)/B` is an unbiased estimate (of the symmetric estimator): it is added to u, and, with the
-    weight that this epoch's gradients have in :math:`m_{t-1}`, to :math:`\langle m_{t-1}, \bar g_t\rangle`.
+    (:func:`diagonal`, or any positive definite matrix) in between, and :math:`d_t = D_t^{-1} m_t / (1 - \beta^t)`.
+    The learner is FTRL, or the one of :func:`measured_multiplier`. ``tensors`` numbers the tensor of each coordinate;
+    None for one. Without bias correction the direction is :math:`m_t`: 1 stands for :math:`1 - \beta^t` everywhere.
+    With ``epoch`` = B updates in a shuffled epoch, products of two gradients of one epoch are low by a number of
+    which :math:`(\|\bar g\|^2 - u)/B` is an unbiased estimate (of the symmetric estimator): it is added to u, and,
+    with the weight that this epoch's gradients have in :math:`m_{t-1}`, to :math:`\langle m_{t-1}, \bar g_t\rangle`.
 
     >>> replay([[[1.0], [1.0]], [[2.0], [-2.0]]], [0.0], smoothness=1.0, alpha=1.0).iterates.ravel()
     array([ 0., -1., -3.])
@@ -328,7 +331,7 @@ def _run(
     kappa: float = 1.0,
     momentum: float = 0.0,
     statistics: str = "direction",
-    metric: str | Mapping[str, float] = "euclidean",
+    metric: str | Mapping[str, float] | MetricFunction = "euclidean",
     tensors: ArrayLike | None = None,
     learner: str = "ftrl",
     bias_correction: bool = True,
@@ -361,13 +364,16 @@ def _run(
         k = len(g)
         mean: Any = g[0] if estimator == "paper" else sum(g) / k
         D = np.ones_like(x)
-        if metric != "euclidean":
+        if callable(metric):
+            D = np.asarray(metric(past, mean, tensor_of), dtype=np.float64)
+        elif metric != "euclidean":
             D = diagonal(past, mean, tensor_of, **(METRICS[metric] if isinstance(metric, str) else metric))
+        # Products of two gradients <a, D^-1 b>, coordinate by coordinate, to be summed over a block.
         if estimator == "paper":
-            u_each = g[0] * g[1] / D
+            u_each = g[0] * _solve(D, g[1])
         else:
-            u_each = sum(g[i] * g[j] / D for i in range(k) for j in range(k) if i != j) / (k * (k - 1))
-        n_each = mean * mean / D
+            u_each = sum(g[i] * _solve(D, g[j]) for i in range(k) for j in range(k) if i != j) / (k * (k - 1))
+        n_each = mean * _solve(D, mean)
         low, same_epoch = np.zeros_like(x), 0.0
         if epoch is not None:
             low = (n_each - u_each) / epoch
@@ -377,11 +383,11 @@ def _run(
         before, correction = (1 - momentum**t, 1 - momentum ** (t + 1)) if bias_correction else (1.0, 1.0)
         v_each = mean * last + same_epoch * low / (before if t > 0 and before > 0 else 1.0)
         if statistics == "direction":
-            u_each = (momentum * (m * mean / D + same_epoch * low) + (1 - momentum) * u_each) / correction
+            u_each = (momentum * (m * _solve(D, mean) + same_epoch * low) + (1 - momentum) * u_each) / correction
         m = momentum * m + (1 - momentum) * mean
         if statistics == "direction":
-            n_each = (m / correction) * (m / correction) / D
-        d = m / correction / D
+            n_each = (m / correction) * _solve(D, m / correction)
+        d = _solve(D, m / correction)
         us.append(np.array([u_each[block_of == b].sum() for b in range(len(sizes))]))
         ns.append(np.array([n_each[block_of == b].sum() for b in range(len(sizes))]))
         if t > 0:
@@ -397,3 +403,8 @@ def _run(
         step_sizes.append(eta[block_of] if blocks is not None else eta[0])
     output = int(np.random.default_rng(seed).integers(horizon)) if horizon else 0
     return Run(np.array(iterates), np.array(step_sizes), np.array(us), np.array(ns), output, np.array(diagonals))
+
+
+def _solve(D: Vector, g: Vector) -> Vector:
+    """D^-1 g, of a matrix D or of its diagonal."""
+    return np.asarray(np.linalg.solve(D, g) if D.ndim == 2 else g / D, dtype=np.float64)

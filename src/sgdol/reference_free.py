@@ -17,6 +17,10 @@ __all__ = ["Run", "sgdol_free"]
 
 Vector = NDArray[np.float64]
 Oracle = Callable[[int, Vector], tuple[float, Vector]]
+MetricFunction = Callable[[Sequence[Vector], Vector, NDArray[np.intp]], ArrayLike | tuple[ArrayLike, float]]
+"""D from the (clipped) mean gradients of the steps before, the present one and the number of each coordinate's tensor:
+a positive definite matrix, or the diagonal of one. With a number beside it, that is the mean of the past <g, D^-1 g>
+that gradients are clipped by; without it, each past gradient counts in the norm of its own step."""
 
 
 class Run(NamedTuple):
@@ -46,7 +50,7 @@ def sgdol_free(
     momentum: float = 0.9,
     weight_decay: float = 0.0,
     averaging: float = 8.0,
-    metric: Literal["rms", "euclidean"] = "rms",
+    metric: Literal["rms", "euclidean"] | MetricFunction = "rms",
     tensors: Sequence[int] | None = None,
 ) -> Run:
     r"""SGDOL without a smoothness constant.
@@ -58,7 +62,8 @@ def sgdol_free(
         momentum: beta.
         weight_decay: decoupled.
         averaging: a of the polynomial average.
-        metric: ``"rms"``, the diagonal D of the roots of mean squared gradients, or ``"euclidean"``, D = 1.
+        metric: ``"rms"``, the diagonal D of the roots of mean squared gradients; ``"euclidean"``, D = 1; or a function
+            that makes D (:data:`MetricFunction`).
         tensors: how many coordinates each tensor has, in order; None if there is one tensor.
 
     >>> rng = np.random.default_rng(0)
@@ -73,6 +78,9 @@ def sgdol_free(
     beta, a = momentum, averaging
     x = np.array(x1, dtype=np.float64)
     sizes = [len(x)] if tensors is None else list(tensors)
+    tensor_of = np.repeat(np.arange(len(sizes)), sizes)
+    past: list[Vector] = []
+    seen = seen_weight = 0.0
     before = average = x.copy()
     m, weight = np.zeros_like(x), 0.0
     v, w = np.zeros_like(x), 0.0
@@ -93,26 +101,33 @@ def sgdol_free(
         g = _mean(parts)
 
         # The metric: D of past gradients; at the first point, where there are none, a constant in each tensor.
-        if metric == "euclidean" or not (finite or t):
-            D = np.ones_like(x)
-        else:
+        usual = seen / seen_weight if t else 0.0
+        D = np.ones_like(x)
+        if callable(metric) and (finite or t):
+            made_of_past = metric(past, g, tensor_of)
+            if isinstance(made_of_past, tuple):
+                made_of_past, usual = made_of_past
+            D = np.asarray(made_of_past, dtype=np.float64)
+        elif metric == "rms" and (finite or t):
             mean = v / w if t else g**2
             D = (v + 0.01 * _tensor_means(mean, sizes)) / (w + 0.01) if t else _tensor_means(mean, sizes)
             D = np.sqrt(D + 1e-4 * mean.mean())
             D = D / sqrt(np.mean(D**2)) if np.any(D) else np.ones_like(x)
+            usual = np.sum(v / D) / w if t else 0.0  # the mean of n, had this metric always been there
 
         # The first point: one more call to check the closure, then probes along the gradient for a first M.
         if t == 0 and finite and np.any(g):
             evaluations += 1
-            norm = _norm(g, 1 / D)
-            length = _norm(x, D) / 64 or abs(fx) / norm / 8 or 1.0
+            norm = _norm(g, _solve(D, g))
+            length = _norm(x, _times(D, x)) / 64 or abs(fx) / norm / 8 or 1.0
             short: list[tuple[float, float]] = []
             long: list[tuple[float, float]] = []
             for _ in range(8):
-                fp, probed = oracle(batch, x - length / norm * g / D)
+                fp, probed = oracle(batch, x - length / norm * _solve(D, g))
                 evaluations += 1
                 fine = isfinite(fp) and np.isfinite(probed).all()
-                change = _norm(_mean(probed) - g, 1 / D) / norm if fine else inf
+                y = _mean(probed) - g
+                change = _norm(y, _solve(D, y)) / norm if fine else inf
                 if 1 / 32 <= change <= 1 / 2:
                     M = change * norm / length
                     break
@@ -143,14 +158,14 @@ def sgdol_free(
         # 2. The look-back.
         g = _mean(parts)
         since += 1
-        unusual = not finite or _norm(g, 1 / D) > 3 * G
+        unusual = not finite or _norm(g, _solve(D, g)) > 3 * G
         if eta > 0 and (since >= min(12, max(1, t / 6)) or t <= 5 or capped or unusual):
             fp, there = oracle(batch, before)
             evaluations += 1
             if isfinite(fp) and np.isfinite(there).all():
                 since = 0
                 q, s = _mean(there), x - before
-                ss = _norm(s, D) ** 2
+                ss = _norm(s, _times(D, s)) ** 2
                 if ss > 0:
                     y = g - q
                     r = float(y @ s) / ss if finite else 4 * M
@@ -163,7 +178,7 @@ def sgdol_free(
                         W = count
                         rejections += 1
                     else:
-                        Q, Y, W = Q + count * r**2, Y + count * _norm(y, 1 / D) ** 2 / ss, W + count
+                        Q, Y, W = Q + count * r**2, Y + count * _norm(y, _solve(D, y)) ** 2 / ss, W + count
                         M = sqrt(max(Q, 1e-6 * Y) / W) or M
 
         # 3. The step.
@@ -179,14 +194,13 @@ def sgdol_free(
                 if t < 10:
                     F0 = max(F0, mu)
             g = _mean(parts)
-            u, n = _signal(parts, 1 / D), _norm(g, 1 / D) ** 2
-            usual = np.sum(v / D) / w if t else 0.0  # the mean of n, had this metric always been there
+            u, n = _signal(parts, D), _norm(g, _solve(D, g)) ** 2
             kappa = min(1.0, 2 * sqrt(usual / n)) if t >= 20 and usual > 0 and n > 0 else 1.0
             clipped += kappa < 1
             g = kappa * g
             m = beta * m + (1 - beta) * g
             weight = beta * weight + (1 - beta)
-            length = _norm(m / weight, 1 / D)
+            length = _norm(m, _solve(D, m)) / weight
             falling = min(max((later - late) / (F0 - late) / 0.15, 0.0), 1.0) if late < F0 else 0.0
             gain = max(4 * alpha + S, 0.5 * sqrt(V))
             cost = 4 * alpha + max(S, 0) / 4 + (1 - 0.5 * falling) * max(N, 0)
@@ -200,12 +214,14 @@ def sgdol_free(
             smax = max(smax, eta * length)
             average = average + min(1.0, (a + 1) / (t + 1 + a)) * (x - average)
             before = x
-            x = x - eta * (m / weight / D + weight_decay * x)
+            x = x - eta * (_solve(D, m) / weight + weight_decay * x)
             S += kappa * u
             N += kappa**2 * n - kappa * u
             V += (kappa * u) ** 2
             G = max(sqrt(n), 0.95 * G)
             v, w = 0.99 * v + g**2, 0.99 * w + 1
+            seen, seen_weight = 0.99 * seen + kappa**2 * n, 0.99 * seen_weight + 1
+            past.append(g)
             t += 1
             made = True
         elif not finite:
@@ -231,15 +247,25 @@ def _mean(parts: Vector) -> Vector:
     return np.asarray(sum(parts) / len(parts))
 
 
-def _signal(parts: Vector, weights: Vector) -> float:
-    """The mean of <g_i, g_j> over i != j, coordinates weighted."""
+def _signal(parts: Vector, D: Vector) -> float:
+    """The mean of <g_i, D^-1 g_j> over i != j."""
     k = len(parts)
-    return sum(float(parts[i] @ (weights * parts[j])) for i in range(k) for j in range(k) if i != j) / (k * (k - 1))
+    return sum(float(parts[i] @ _solve(D, parts[j])) for i in range(k) for j in range(k) if i != j) / (k * (k - 1))
 
 
-def _norm(v: Vector, weights: Vector) -> float:
-    """The root of the weighted sum of squares."""
-    return sqrt(v @ (weights * v))
+def _norm(a: Vector, b: Vector) -> float:
+    """The root of <a, b>: of a gradient g and D^-1 g, or of a step s and D s."""
+    return sqrt(max(float(a @ b), 0.0))
+
+
+def _solve(D: Vector, g: Vector) -> Vector:
+    """D^-1 g, of a matrix D or of its diagonal."""
+    return np.asarray(np.linalg.solve(D, g) if D.ndim == 2 else g / D, dtype=np.float64)
+
+
+def _times(D: Vector, s: Vector) -> Vector:
+    """D s, likewise."""
+    return D @ s if D.ndim == 2 else D * s
 
 
 def _tensor_means(values: Vector, sizes: list[int]) -> Vector:

@@ -125,6 +125,16 @@ def test_tensors_that_have_no_gradient_at_first_stay_in_bounds():
     np.testing.assert_allclose(iterates, expected(recorded, metric="rms").iterates, rtol=0, atol=1e-12)
 
 
+class Four:
+    """D = 4."""
+
+    def sharp(self, gradient):
+        return gradient / 4
+
+    def flat(self, vector):
+        return vector * 4
+
+
 class FixedDiagonal:
     """A metric of a user's own: D is 4 everywhere and remembers only how often it was asked."""
 
@@ -134,11 +144,8 @@ class FixedDiagonal:
     def mean_square(self, state, gradient):
         return 1.0
 
-    def sharp(self, state, means, gradient):
-        return gradient / 4
-
-    def flat(self, state, means, vector):
-        return vector * 4
+    def operator(self, state, means):
+        return Four()
 
     def observe(self, state, gradient):
         return {"calls": state["calls"] + 1}
@@ -177,11 +184,11 @@ def test_what_the_metric_remembers_is_in_float32_or_wider(dtype):
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state[0].direction)} == {"float32"}
 
 
-def test_the_roots_shard_like_the_parameters_and_the_weights_do_not():
+def test_the_squares_shard_like_the_parameters_and_the_weights_do_not():
     optimizer = sgdol(0.25, metric="adagrad", learner=MeasuredCurvature())
     state = optimizer.init(tree(np.zeros(6)))
     seen = optax.tree_map_params(optimizer, lambda _: "like", state, transform_non_params=lambda _: "unlike")
-    assert seen[0].metric.root == seen[0].direction == {"a": "like", "b": "like", "c": "like"}
+    assert seen[0].metric.square == seen[0].direction == {"a": "like", "b": "like", "c": "like"}
     assert seen[0].metric.weight == "unlike"
 
 

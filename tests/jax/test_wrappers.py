@@ -219,7 +219,7 @@ def test_state_that_is_like_the_parameters_is_known_as_such(granularity):
     assert seen[0].held == seen[0].trace == seen[2].average == likes
     expected = likes if granularity == "coordinate" else "unlike"
     assert seen[0].learner.u_sum == seen[0].alpha == seen[0].multiplier == expected
-    assert seen[0].count == seen[0].record.signal == "unlike"
+    assert seen[0].count == seen[0].record.sums == "unlike"
 
 
 # Averages -------------------------------------------------------------------------------------------------------------

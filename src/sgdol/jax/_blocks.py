@@ -8,18 +8,27 @@ vector itself, or a tree like the parameters, which shards as they do.
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["GRANULARITIES", "Blocks", "Granularity", "as_real", "as_real_dtype", "is_complex"]
+__all__ = ["GRANULARITIES", "Blocks", "Granularity", "add", "as_real", "as_real_dtype", "dot", "is_complex", "total"]
 
 Granularity = Literal["global", "group", "tensor", "coordinate"]
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 
 Labels = Any | Callable[[Any], Any]
+
+_ONE: Any = jax.tree.structure(0)
+"""The structure of a tree that is a leaf."""
+
+_SMALL = 2**14
+"""Arrays of at most so many entries are added up together."""
 
 
 class Blocks:
@@ -33,56 +42,42 @@ class Blocks:
     """
 
     def __init__(self, granularity: Granularity, params: Any, param_labels: Labels = None) -> None:
-        leaves = jax.tree.leaves(params)
-        self._tree: Any = jax.tree.structure(params)
+        leaves: list[Any] = jax.tree.leaves(params)
+        self.tree: Any = jax.tree.structure(params)
         self.granularity = granularity
-        self._shapes = [as_real_shape(leaf) for leaf in leaves]
-        self._dtypes = [as_real_dtype(leaf) for leaf in leaves]
-        self._sizes = [_product(shape) for shape in self._shapes]
-        if granularity == "group":
-            labels = _labels(param_labels, params) if leaves else []
-            numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-            self._block_of = [numbers[label] for label in labels]
-        else:
-            self._block_of = list(range(len(leaves))) if granularity == "tensor" else [0] * len(leaves)
-        self._count = max(self._block_of, default=-1) + 1
-
-    @property
-    def per_coordinate(self) -> bool:
-        """Whether every coordinate is a block."""
-        return self.granularity == "coordinate"
+        self.per_coordinate = granularity == "coordinate"
+        self._shapes = [(*jnp.shape(leaf), 2) if is_complex(leaf) else jnp.shape(leaf) for leaf in leaves]
+        self._sizes = [math.prod(shape) for shape in self._shapes]
+        self.dtypes = [as_real_dtype(leaf) for leaf in leaves]
+        """The types of the leaves: real, at least float32."""
+        self.dtype = jnp.result_type(jnp.float32, *self.dtypes)
+        """The widest of them: that of sums over several leaves."""
+        labels = list(range(len(leaves))) if granularity == "tensor" else [0] * len(leaves)
+        if granularity == "group" and leaves:
+            labels = _labels(param_labels, params)
+        numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        self._block_of = [numbers[label] for label in labels]
+        self._count = len(numbers)
 
     def zeros(self) -> list[jax.Array]:
         """A zero for each block, in a type that sums can be kept in."""
         if self.per_coordinate:
-            return [jnp.zeros(shape, dtype) for shape, dtype in zip(self._shapes, self._dtypes, strict=True)]
+            return [jnp.zeros(shape, dtype) for shape, dtype in zip(self._shapes, self.dtypes, strict=True)]
         return [jnp.zeros(() if self.granularity == "global" else self._count, self.dtype)]
 
-    @property
-    def dtypes(self) -> list[Any]:
-        """The types of the leaves: real, at least float32."""
-        return self._dtypes
+    def products(self, a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
+        """The products of two lists of arrays like the leaves, summed over each block.
 
-    @property
-    def dtype(self) -> Any:
-        """The widest type of the leaves, at least float32: that of sums over several leaves."""
-        return jnp.result_type(jnp.float32, *self._dtypes)
+        Several arrays may lie along a new first axis of every leaf: their products are added, too.
+        """
+        if self.per_coordinate:
+            each = [x * y for x, y in zip(a, b, strict=True)]
+            return [add(v) if v.ndim > len(shape) else v for v, shape in zip(each, self._shapes, strict=True)]
+        sums = [dot(*part, self.dtype) for part in zip(self._members(a), self._members(b), strict=True)]
+        return sums if self.granularity == "global" else [jnp.stack(sums)]
 
-    def sums(self, values: list[jax.Array]) -> list[jax.Array]:
-        """Arrays like the leaves, summed over each block."""
-        return values if self.per_coordinate else self.gather([jnp.sum(v) for v in values])
-
-    def gather(self, scalars: list[jax.Array]) -> list[jax.Array]:
-        """One number per leaf, summed over each block; not for coordinates."""
-        numbers = [scalar.astype(self.dtype) for scalar in scalars]
-        if self.granularity == "global":
-            return [sum(numbers[1:], numbers[0])]
-        if self.granularity == "tensor":
-            return [jnp.stack(numbers)]
-        return [jnp.stack([sum(part[1:], part[0]) for part in self.members(numbers)])]
-
-    def members(self, per_leaf: list[Any]) -> list[list[Any]]:
-        """One thing per leaf, as a list for each group."""
+    def _members(self, per_leaf: list[Any]) -> list[list[Any]]:
+        """One thing per leaf, as a list for each block."""
         parts: list[list[Any]] = [[] for _ in range(self._count)]
         for number, thing in zip(self._block_of, per_leaf, strict=True):
             parts[number].append(thing)
@@ -103,32 +98,21 @@ class Blocks:
             return [1.0]
         if self.per_coordinate:
             return [1.0 / total] * len(self._sizes)
-        return [jnp.asarray([sum(part) for part in self.members(self._sizes)], self.dtype) / total]
+        return [jnp.asarray([sum(part) for part in self._members(self._sizes)], self.dtype) / total]
 
-    def tree(self, values: list[Any]) -> Any:
-        """One thing per leaf, as a tree like the parameters."""
-        return jax.tree.unflatten(self._tree, values)
+    def pack(self, values: list[Any], kind: Any = _ONE) -> Any:
+        """A list of arrays, or of a learner's states of this tree structure, as it stands in the optimizer's state."""
+        if not self.per_coordinate:
+            return values[0]
+        rows = [kind.flatten_up_to(value) for value in values]
+        columns = [jax.tree.unflatten(self.tree, [row[i] for row in rows]) for i in range(kind.num_leaves)]
+        return jax.tree.unflatten(kind, columns)
 
-    def leaves(self, tree: Any) -> list[Any]:
+    def unpack(self, state: Any, kind: Any = _ONE) -> list[Any]:
         """The list again."""
-        return self._tree.flatten_up_to(tree)
-
-    def pack(self, values: list[Any]) -> Any:
-        """A list of arrays as it stands in the optimizer's state."""
-        return self.tree(values) if self.per_coordinate else values[0]
-
-    def unpack(self, state: Any) -> list[Any]:
-        """The list of arrays again."""
-        return self.leaves(state) if self.per_coordinate else [state]
-
-    def pack_states(self, states: list[Any], kind: Any) -> Any:
-        """A learner's states, all of the tree structure ``kind``, as one state whose leaves are packed."""
-        columns = [jax.tree.leaves(state) for state in states]
-        return jax.tree.unflatten(kind, [self.pack([c[i] for c in columns]) for i in range(kind.num_leaves)])
-
-    def unpack_states(self, state: Any, kind: Any) -> list[Any]:
-        """The learner's states again."""
-        columns = [self.unpack(part) for part in kind.flatten_up_to(state)]
+        if not self.per_coordinate:
+            return [state]
+        columns = [self.tree.flatten_up_to(part) for part in kind.flatten_up_to(state)]
         return [jax.tree.unflatten(kind, list(row)) for row in zip(*columns, strict=True)]
 
 
@@ -144,11 +128,39 @@ def _labels(param_labels: Labels, params: Any) -> list[Any]:
     return found
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
+def dot(a: list[jax.Array], b: list[jax.Array], dtype: Any) -> jax.Array:
+    """<a, b> of two lists of arrays, as a number of this type."""
+    # Small arrays end to end: on a CPU, a reduction of its own costs each of them several kernels.
+    alone = _on_one_cpu()
+    small = [alone and v.size <= _SMALL and v.dtype == dtype for v in a]
+    sums = [jnp.sum(x * y, dtype=dtype) for x, y, s in zip(a, b, small, strict=True) if not s]
+    if any(small):
+        ends = [jnp.concatenate([v.reshape(-1) for v, s in zip(c, small, strict=True) if s]) for c in (a, b)]
+        sums.append(jnp.vdot(*ends, precision=jax.lax.Precision.HIGHEST))
+    return total(sums)
+
+
+def total(values: list[Any]) -> Any:
+    """The sum of all entries of some arrays or numbers."""
+    parts = [jnp.sum(v) if jnp.ndim(v) else v for v in values]
+    if len(parts) <= 2:
+        return sum(parts[1:], parts[0])
+    # Without the barrier, XLA makes a chain of additions of this and repeats it in every kernel that uses the sum: with
+    # as many parts as leaves, the program grows with their square.
+    return jnp.sum(jax.lax.optimization_barrier(jnp.stack([jnp.asarray(part) for part in parts])))
+
+
+def add(stacked: jax.Array) -> jax.Array:
+    """The sum over the first axis."""
+    # XLA for CPUs takes 20 to 80 times as long for jnp.sum over a first axis as for the sum of slices.
+    if not _on_one_cpu() or stacked.shape[0] > 64:
+        return jnp.sum(stacked, axis=0)
+    return functools.reduce(operator.add, [stacked[i] for i in range(stacked.shape[0])])
+
+
+def _on_one_cpu() -> bool:
+    """Whether there is one device, a CPU: nothing is spread over devices, and each kernel costs its own time."""
+    return jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
 # Complex numbers are pairs of real ones -------------------------------------------------------------------------------
@@ -164,11 +176,6 @@ def as_real(array: jax.Array) -> jax.Array:
     if is_complex(array):
         array = jnp.stack([array.real, array.imag], axis=-1)
     return array.astype(as_real_dtype(array))
-
-
-def as_real_shape(leaf: Any) -> tuple[int, ...]:
-    """The shape of :func:`as_real`."""
-    return (*jnp.shape(leaf), 2) if is_complex(leaf) else jnp.shape(leaf)
 
 
 def as_real_dtype(leaf: Any) -> Any:

@@ -65,8 +65,7 @@ def diagnostics(state: Any) -> dict[str, Any]:
         return _of_free(inner)
     if not isinstance(inner.record, _record.Record):
         raise ValueError("this optimizer keeps no record: it was constructed with record=False")
-    unit = 1.0 if isinstance(inner.unit, tuple) else inner.unit
-    return _record.report(inner.record, inner.count, inner.pending, unit)
+    return _record.report(inner.record, inner.count, inner.pending, inner.unit)
 
 
 def _of_free(state: SGDOLFreeState) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 r"""SGDOL without M as an optax gradient transformation: :mod:`sgdol.free` decides, here are the vectors.
 
-It runs under ``jit``, ``scan`` and ``vmap``. The extra evaluations are ``lax.cond``, so that they cost nothing where
-they are not made; every other choice is a ``where``.
+It runs under ``jit``, ``scan`` and ``vmap``. The extra evaluations are rounds of one ``lax.while_loop``, so that they
+cost nothing where they are not made; every other choice is a ``where``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,9 +18,10 @@ from sgdol import averaging as averages
 from sgdol import free, metrics, probing
 from sgdol.free import State
 from sgdol.jax._averaging import PolynomialAverageState
+from sgdol.jax._blocks import add, dot, is_complex, total
 from sgdol.jax._checks import check_number
-from sgdol.jax._geometry import choose_unit
-from sgdol.metrics import RMS, Means, Metric
+from sgdol.jax._metric import Memory, choose_unit, operators, sharp
+from sgdol.metrics import Metric, Operator
 
 __all__ = ["SGDOLFreeState", "sgdol_free"]
 
@@ -34,7 +36,7 @@ class SGDOLFreeState(NamedTuple):
     trace: Any
     """The momentum m, of the shape of the parameters, in units of ``unit``."""
     metric: Any
-    """What the metric remembers of each leaf, of gradients in units of ``unit``."""
+    """What the metric remembers (:class:`sgdol.jax._metric.Memory`), of gradients in units of ``unit``."""
     average: PolynomialAverageState
     """The average, for :func:`sgdol.jax.averaged_params`."""
     previous: Any
@@ -48,9 +50,9 @@ class SGDOLFreeState(NamedTuple):
 class _Point(NamedTuple):
     """A point, and what this step's batch says there."""
 
-    x: Any
+    x: list[jax.Array]
     loss: jax.Array
-    g: Any
+    g: list[jax.Array]
     """The mean gradient, in units."""
     norm: jax.Array
     """||g|| in the metric..."""
@@ -60,56 +62,38 @@ class _Point(NamedTuple):
 
 
 class _Norm:
-    """The norm of this step: D of each leaf, from past gradients; without a past, from these."""
+    """The norm of this step.
 
-    def __init__(self, metric: Metric, states: list[Any], g: Any, unit: jax.Array, kind: Any) -> None:
-        leaves = jax.tree.leaves(g)
-        means = [metric.mean_square(state, leaf) for state, leaf in zip(states, leaves, strict=True)]
-        sizes = [leaf.size for leaf in leaves]
-        overall = sum(size * mean for size, mean in zip(sizes, means, strict=True)) / max(sum(sizes), 1)
-        ones = [jnp.ones_like(leaf) for leaf in leaves]
-        parts = zip(states, means, ones, strict=True)
-        diagonal = [metric.flat(state, Means(mean, overall), one).astype(one.dtype) for state, mean, one in parts]
-        self._diagonal = jax.tree.unflatten(jax.tree.structure(g), diagonal)
+    Args:
+        D: of each leaf.
+        unit: of gradients.
+    """
+
+    def __init__(self, D: list[Operator], unit: jax.Array) -> None:
+        self.D = D
         self._unit = unit
-        self._kind = kind
-        self._past = states if isinstance(metric, RMS) else None
 
-    def sharp(self, g: Any) -> Any:
-        """From a gradient to a direction: D^-1 g; several gradients may lie along a new first axis."""
-        return jax.tree.map(jnp.divide, g, self._diagonal)
+    def gradient(self, g: list[jax.Array]) -> jax.Array:
+        """||g||, in D^-1."""
+        return self._unit * jnp.sqrt(dot(g, sharp(self.D, g), self._unit.dtype))
 
-    def gradient(self, g: Any) -> jax.Array:
-        """||g||: in D^-1. Of several along a new first axis, the root of the sum of the squares."""
-        return self._unit * jnp.sqrt(self._sum(jnp.multiply, g, self.sharp(g)))
+    def gradients(self, parts: list[jax.Array]) -> jax.Array:
+        """The root of the sum of the squares of several gradients along a new first axis."""
+        turned = [jax.vmap(D.sharp)(v).astype(v.dtype) for D, v in zip(self.D, parts, strict=True)]
+        return self._unit * jnp.sqrt(dot(parts, turned, self._unit.dtype))
 
-    def usual(self) -> jax.Array | None:
-        """The root of the mean of the past ||g||^2, all in this norm; None if the metric does not remember them."""
-        if self._past is None:
-            return None
-        roots, weight = [past.root for past in self._past], self._past[0].weight if self._past else 1.0
-        squares = self._sum(lambda v, d: v * v / d, roots, jax.tree.leaves(self._diagonal))
-        return self._unit * jnp.sqrt(squares / jnp.where(weight > 0, weight, 1.0))
+    def along(self, g: list[jax.Array], s: list[jax.Array]) -> jax.Array:
+        """<g, s> of a gradient and a difference of points: no metric is in that."""
+        return self._unit * dot(g, s, self._unit.dtype)
 
-    def along(self, g: Any, s: Any) -> jax.Array:
-        """<g, s> of a gradient and a difference of points."""
-        return self._unit * self._sum(jnp.multiply, g, s)
-
-    def length(self, s: Any) -> jax.Array:
-        """||s|| of a difference of points: in D. Whatever its scale: in units of the largest entry."""
-        largest = [jnp.max(jnp.abs(leaf), initial=0.0).astype(self._kind) for leaf in jax.tree.leaves(s)]
-        top = jnp.max(jnp.stack(largest))
-        unit = jnp.where(top > 0, top, 1.0)
-
-        def squares(v: jax.Array, d: jax.Array) -> jax.Array:
-            v = v / unit.astype(v.dtype)
-            return v * v * d
-
-        return unit * jnp.sqrt(self._sum(squares, s, self._diagonal))
-
-    def _sum(self, terms: Callable[[jax.Array, jax.Array], jax.Array], a: Any, b: Any) -> jax.Array:
-        sums = jax.tree.map(lambda x, y: jnp.sum(terms(x, y), dtype=self._kind), a, b)
-        return sum(jax.tree.leaves(sums), jnp.zeros((), self._kind))
+    def length(self, s: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        """||s|| of a difference of points, in D, and s/||s||; whatever its scale: in units of the largest entry."""
+        top = jnp.max(jnp.stack([jnp.max(jnp.abs(v), initial=0.0).astype(self._unit.dtype) for v in s]))
+        top = jnp.where(top > 0, top, 1.0)
+        s = [v / top.astype(v.dtype) for v in s]
+        length = jnp.sqrt(dot(s, [D.flat(v).astype(v.dtype) for D, v in zip(self.D, s, strict=True)], top.dtype))
+        inverse = 1 / jnp.where(length > 0, length, 1.0)
+        return top * length, [v * inverse.astype(v.dtype) for v in s]
 
 
 def sgdol_free(
@@ -135,7 +119,7 @@ def sgdol_free(
         momentum: beta, in [0, 1).
         weight_decay: decoupled, scaled by the step size.
         averaging: a of the polynomial average, at least 0.
-        metric: ``"rms"``, ``"adagrad"``, ``"euclidean"``, or an object of :mod:`sgdol.metrics`.
+        metric: ``"rms"``, ``"adagrad"``, ``"euclidean"``, ``"kronecker"``, or an object of :mod:`sgdol.metrics`.
 
     >>> import jax.numpy as jnp
     >>> from sgdol.jax import averaged_params, microbatch_grads
@@ -160,25 +144,26 @@ def sgdol_free(
     weight_decay = check_number("weight_decay", weight_decay, lambda decay: decay >= 0, "finite and at least 0")
     averaging = check_number("averaging", averaging, lambda power: power >= 0, "finite and at least 0")
     metric = metrics.get(metric)
+    memory = Memory(metric)
 
     def init(params: Any) -> SGDOLFreeState:
-        leaves = jax.tree.leaves(params)
-        for leaf in leaves:
-            if jnp.issubdtype(jnp.result_type(leaf), jnp.complexfloating):
-                raise TypeError("complex parameters need optax.contrib.split_real_and_imaginary around this optimizer")
-        kind = jnp.result_type(jnp.float32, *(_wide(leaf) for leaf in leaves))
-        rule = _arrays(State(), kind)
-        wide = jax.tree.map(lambda p: jnp.asarray(p, _wide(p)), params)
-        remembered = [metric.initial(jnp.zeros_like(leaf)) for leaf in jax.tree.leaves(wide)]
-        return SGDOLFreeState(
-            rule=rule,
-            trace=jax.tree.map(jnp.zeros_like, wide),
-            metric=jax.tree.map(lambda v: jnp.asarray(v, getattr(v, "dtype", kind)), remembered),
-            average=PolynomialAverageState(wide),
-            previous=jax.tree.map(jnp.asarray, params),
+        leaves: list[Any] = jax.tree.leaves(params)
+        tree: Any = jax.tree.structure(params)
+        if any(is_complex(leaf) for leaf in leaves):
+            raise TypeError("complex parameters need optax.contrib.split_real_and_imaginary around this optimizer")
+        dtypes = [_wide(leaf) for leaf in leaves]
+        kind = jnp.result_type(jnp.float32, *dtypes)
+        zeros = [jnp.zeros(jnp.shape(leaf), dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        state = SGDOLFreeState(
+            rule=_arrays(State(), kind),
+            trace=jax.tree.unflatten(tree, zeros),
+            metric=memory.pack([metric.initial(zero) for zero in zeros], tree, dtypes),
+            average=PolynomialAverageState(jax.tree.map(lambda p: jnp.asarray(p, _wide(p)), params)),
+            previous=params,
             unit=jnp.ones((), kind),
             gradients=jnp.zeros((), jnp.int32),
         )
+        return jax.tree.map(jnp.array, state)  # its own memory, so that parameters and state can both be donated
 
     def update(
         updates: Any,
@@ -195,108 +180,174 @@ def sgdol_free(
                 "sgdol_free evaluates the batch at an earlier point as well: call update(grads, state, params, "
                 "value=loss, value_and_grads=f), f a function of the parameters that returns the loss and the gradients"
             )
+        leaves: list[Any] = jax.tree.leaves(params)
+        tree: Any = jax.tree.structure(params)
+        dtypes = [_wide(leaf) for leaf in leaves]
         rule = state.rule._replace(evaluations=state.rule.evaluations + 1)
         k = _count(updates, params)
-        mean = jax.tree.map(lambda v: jnp.sum(v.astype(_wide(v)), axis=0) / k, updates)
-        unit = jnp.where(rule.updates == 0, choose_unit(jax.tree.leaves(mean), state.unit.dtype)[0], state.unit)
-        norm = _Norm(metric, state.metric, _in_units(mean, unit), unit, unit.dtype)
 
-        def point(x: Any, loss: Any, stacked: Any) -> _Point:
-            parts = _in_units(jax.tree.map(lambda v: v.astype(_wide(v)) / k, stacked), unit)
-            g = jax.tree.map(lambda v: jnp.sum(v, axis=0), parts)
-            loss = jnp.asarray(loss, unit.dtype)
-            length, squares = norm.gradient(g), norm.gradient(parts)
-            return _Point(
-                x, loss, g, length, squares, jnp.isfinite(loss) & jnp.isfinite(length) & jnp.isfinite(squares)
-            )
+        def contributions(stacked: Any) -> list[jax.Array]:
+            return [jnp.asarray(v, dtype) / k for v, dtype in zip(jax.tree.leaves(stacked), dtypes, strict=True)]
 
-        def evaluate(x: Any) -> _Point:
-            x = jax.tree.map(lambda a, p: a.astype(p.dtype), x, params)
-            return point(x, *value_and_grads(x))
+        parts = contributions(updates)
+        mean = [add(v) for v in parts]
+        kind = state.unit.dtype
+        unit = jax.lax.cond(rule.updates == 0, lambda: choose_unit(mean, kind)[0], lambda: state.unit)
+        remembered = memory.unpack(state.metric, tree, dtypes)
+        D = operators(metric, remembered, _divided(mean, unit))
+        norm = _Norm(D, unit)
 
-        now = point(params, value, updates)
-        rule = _first_point(rule, now, norm, unit, evaluate)
-        rule, now = _guard(rule, now, state.average.average, evaluate)
-        rule, now = _look_back(rule, now, state.previous, norm, evaluate)
+        def point(x: list[jax.Array], loss: Any, parts: list[jax.Array]) -> _Point:
+            parts = _divided(parts, unit)
+            g = [add(v) for v in parts]
+            loss, length, squares = jnp.asarray(loss, kind), norm.gradient(g), norm.gradients(parts)
+            finite = jnp.isfinite(loss) & jnp.isfinite(length) & jnp.isfinite(squares)
+            return _Point(x, loss, g, length, squares, finite)
+
+        def evaluate(x: list[jax.Array]) -> _Point:
+            x = [a.astype(p.dtype) for a, p in zip(x, leaves, strict=True)]
+            loss, stacked = value_and_grads(jax.tree.unflatten(tree, x))
+            return point(x, loss, contributions(stacked))
+
+        leaves = [jnp.asarray(leaf) for leaf in leaves]
+        now = point(leaves, value, parts)
+        average, previous = (tree.flatten_up_to(t) for t in (state.average.average, state.previous))
+        rule, now = _elsewhere(rule, now, average, previous, norm, unit, evaluate)
 
         # The step.
         go = now.finite & (rule.first_norm > 0)
         fresh = rule.momentum_weight == 0
-        clipped = free.clipping(rule, now.norm, norm.usual())
-        g = jax.tree.map(lambda v: clipped.astype(v.dtype) * v, now.g)
-        trace = jax.tree.map(
-            lambda m, g: jnp.where(fresh, (1 - momentum) * g, m + (1 - momentum) * (g - m)), state.trace, g
-        )
+        clipped = free.clipping(rule, now.norm, _usual(metric, remembered, D, unit))
+        g = [clipped.astype(v.dtype) * v for v in now.g]
+        pairs = zip(tree.flatten_up_to(state.trace), g, strict=True)
+        trace = [jnp.where(fresh, (1 - momentum) * g, m + (1 - momentum) * (g - m)) for m, g in pairs]
         weight = momentum * rule.momentum_weight + (1 - momentum)
-        direction = norm.sharp(trace)
+        direction = sharp(D, trace)
         length = norm.gradient(trace) / weight
         new = free.choose_step(free.track(rule, now.loss)._replace(momentum_weight=weight), length, weight_decay)
         new = free.observe(new, now.norm, now.squares, k, clipped)
         scale, factor = 1 - new.step_size * weight_decay, new.step_size / weight * unit
-        x = jax.tree.map(lambda x, d: (scale * x.astype(d.dtype) - factor * d).astype(x.dtype), now.x, direction)
-        share = averages.weight(new.updates.astype(unit.dtype), averaging)
-        average = jax.tree.map(lambda a, x: a + share * (x.astype(a.dtype) - a), state.average.average, now.x)
-        remembered = [metric.observe(s, leaf) for s, leaf in zip(state.metric, jax.tree.leaves(g), strict=True)]
-        average = PolynomialAverageState(average)
-        moved = SGDOLFreeState(new, trace, remembered, average, now.x, unit, jnp.asarray(k, jnp.int32))
+        share = averages.weight(new.updates.astype(kind), averaging)
+        averaged = [a + share * (x.astype(a.dtype) - a) for a, x in zip(average, now.x, strict=True)]
+        like = functools.partial(jax.tree.unflatten, tree)
+        moved = SGDOLFreeState(
+            rule=new,
+            trace=like(trace),
+            metric=memory.pack([metric.observe(s, v) for s, v in zip(remembered, g, strict=True)], tree, dtypes),
+            average=PolynomialAverageState(like(averaged)),
+            previous=like(now.x),
+            unit=unit,
+            gradients=jnp.asarray(k, jnp.int32),
+        )
         stayed = state._replace(rule=rule._replace(skipped=rule.skipped + ~now.finite))
         # After a skipped batch that was looked back at, the point is where it was before the call.
-        x = _select(go, x, params)
-        return jax.tree.map(jnp.subtract, x, params), _select(go, moved, stayed)
+        steps = [
+            jnp.where(go, (scale * x.astype(d.dtype) - factor * d).astype(x.dtype) - p, jnp.zeros_like(p))
+            for x, d, p in zip(now.x, direction, leaves, strict=True)
+        ]
+        return like(steps), _select(go, moved, stayed)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _first_point(rule: State, now: _Point, norm: _Norm, unit: jax.Array, evaluate: Callable[[Any], _Point]) -> State:
-    """M along the first gradient, by probes that get longer or shorter until one tells."""
-    first = (rule.updates == 0) & now.finite & (now.norm > 0)
-    length = jnp.where(now.norm > 0, now.norm, 1.0)
-    direction = norm.sharp(now.g)
+class _Search(NamedTuple):
+    """Where the batch of a step is evaluated besides the present point, one place after the other."""
 
-    def probe(bracket: probing.Bracket) -> probing.Bracket:
-        share = bracket.length / length * unit
-        there = evaluate(jax.tree.map(lambda x, d: x.astype(d.dtype) - share.astype(d.dtype) * d, now.x, direction))
-        change = norm.gradient(jax.tree.map(jnp.subtract, there.g, now.g)) / length
-        return _like(bracket, probing.next_probe(bracket, jnp.where(there.finite, change, jnp.inf)))
-
-    def search() -> State:
-        start = probing.first_probe(length, norm.length(now.x), now.loss)
-        start = _arrays(start, unit.dtype)
-        done = jax.lax.while_loop(lambda b: ~b.told & (b.count < probing.DEFAULTS.probes), probe, start)
-        counted = rule._replace(evaluations=rule.evaluations + done.count)
-        return _like(rule, free.begin(counted, done.curvature * length, length))
-
-    return jax.lax.cond(first, search, lambda: rule)
+    stage: jax.Array
+    """What is evaluated next: a probe along the first gradient (0), the average (1), the point before the last step
+    (2), nothing (3)."""
+    rule: State
+    now: _Point
+    bracket: probing.Bracket
+    """The search for a first M."""
 
 
-def _guard(rule: State, now: _Point, average: Any, evaluate: Callable[[Any], _Point]) -> tuple[State, _Point]:
-    """The loss has jumped: go back to the average if this batch is fine there."""
-    alarm = free.alarm(rule, now.loss)
-    there = jax.lax.cond(alarm, lambda: evaluate(average), lambda: now)
-    rule = rule._replace(evaluations=rule.evaluations + alarm)
-    back = alarm & there.finite & free.confirms(rule, now.loss, there.loss)
-    return _select(back, free.roll_back(rule), rule), _select(back, there, now)
-
-
-def _look_back(
-    rule: State, now: _Point, previous: Any, norm: _Norm, evaluate: Callable[[Any], _Point]
+def _elsewhere(
+    rule: State,
+    now: _Point,
+    average: list[jax.Array],
+    previous: list[jax.Array],
+    norm: _Norm,
+    unit: jax.Array,
+    evaluate: Callable[[list[jax.Array]], _Point],
 ) -> tuple[State, _Point]:
-    """Evaluate this batch before the last step as well, and stay there if the step was too long."""
-    rule, looks = free.wants_look_back(rule, jnp.where(now.finite, now.norm, jnp.nan))
-    before = jax.lax.cond(looks, lambda: evaluate(previous), lambda: now)
-    rule = rule._replace(evaluations=rule.evaluations + looks)
-    s = jax.tree.map(lambda a, b, g: a.astype(g.dtype) - b.astype(g.dtype), now.x, before.x, now.g)
-    y = jax.tree.map(jnp.subtract, now.g, before.g)
-    length = norm.length(s)
-    along = jax.tree.map(lambda v: v / jnp.where(length > 0, length, 1.0).astype(v.dtype), s)
-    y_along = jnp.where(now.finite, norm.along(y, along), jnp.nan)
-    learned, rejected = free.look_back(rule, y_along, norm.gradient(y), length, norm.along(before.g, along))
-    looked = looks & before.finite
-    return _select(looked, learned, rule), _select(looked & rejected, before, now)
+    """Probes at the first point, the guard on the loss and the look-back: the rule and the point that they leave.
+
+    All three evaluate the batch at one other point and compare. They share one loop, because whatever calls
+    ``value_and_grads`` once more in the program compiles the user's gradient once more.
+    """
+    first = (rule.updates == 0) & now.finite & (now.norm > 0)
+    first_norm = jnp.where(now.norm > 0, now.norm, 1.0)
+    direction = sharp(norm.D, now.g)
+    size, _ = norm.length([x.astype(g.dtype) for x, g in zip(now.x, now.g, strict=True)])
+    start = _arrays(probing.first_probe(first_norm, size, now.loss), unit.dtype)
+    alarm = free.alarm(rule, now.loss)
+
+    def wants_look_back(rule: State, now: _Point) -> tuple[State, jax.Array]:
+        counted, looks = free.wants_look_back(rule, jnp.where(now.finite, now.norm, jnp.nan))
+        return _like(rule, counted), jnp.where(looks, 2, 3)
+
+    def body(c: _Search) -> _Search:
+        rule, now, bracket = c.rule._replace(evaluations=c.rule.evaluations + 1), c.now, c.bracket
+        share = bracket.length / first_norm * unit
+        points = zip(now.x, direction, average, previous, strict=True)
+        there = evaluate(
+            [
+                jnp.where(
+                    c.stage == 0,
+                    x.astype(d.dtype) - share.astype(d.dtype) * d,
+                    jnp.where(c.stage == 1, a, p.astype(a.dtype)),
+                )
+                for x, d, a, p in points
+            ]
+        )
+        y = [a - b for a, b in zip(now.g, there.g, strict=True)]
+        y_norm = norm.gradient(y)
+
+        # A probe: M along the first gradient, by probes that get longer or shorter until one tells.
+        probed = _like(bracket, probing.next_probe(bracket, jnp.where(there.finite, y_norm / first_norm, jnp.inf)))
+        done = probed.told | (probed.count >= probing.DEFAULTS.probes)
+        begun = _select(done, free.begin(rule, probed.curvature * first_norm, first_norm), rule)
+
+        # The guard: the loss has jumped. Go back to the average if this batch is fine there.
+        back = there.finite & free.confirms(rule, now.loss, there.loss)
+        guarded, next_stage = wants_look_back(
+            _select(back, free.roll_back(rule), rule),
+            now._replace(norm=jnp.where(back, there.norm, now.norm), finite=back | now.finite),
+        )
+
+        # The look-back: stay at the point before the last step if the step was too long.
+        s = [a.astype(g.dtype) - b.astype(g.dtype) for a, b, g in zip(now.x, there.x, now.g, strict=True)]
+        length, along = norm.length(s)
+        y_along = jnp.where(now.finite, norm.along(y, along), jnp.nan)
+        learned, rejected = free.look_back(rule, y_along, y_norm, length, norm.along(there.g, along))
+        looked = _select(there.finite, learned, rule)
+
+        probes, guards = c.stage == 0, c.stage == 1
+        return _Search(
+            stage=jnp.where(probes, jnp.where(done, 3, 0), jnp.where(guards, next_stage, 3)),
+            rule=_select(probes, begun, _select(guards, guarded, looked)),
+            now=_select(~probes & there.finite & jnp.where(guards, back, rejected), there, now),
+            bracket=_select(probes, probed, bracket),
+        )
+
+    counted, stage = wants_look_back(rule, now)
+    stage = jnp.where(first, 0, jnp.where(alarm, 1, stage))
+    begin = _Search(stage, _select(alarm, rule, counted), now, start)
+    end = jax.lax.while_loop(lambda c: c.stage < 3, body, begin)
+    return end.rule, end.now
 
 
-def _in_units(tree: Any, unit: jax.Array) -> Any:
-    return jax.tree.map(lambda v: v / unit.astype(v.dtype), tree)
+def _usual(metric: Any, states: list[Any], D: list[Operator], unit: jax.Array) -> jax.Array | None:
+    """The root of the mean of the past ||g||^2, all in this norm; None if the metric does not know it."""
+    if not hasattr(metric, "past_square"):
+        return None
+    squares = [metric.past_square(s, d).astype(unit.dtype) for s, d in zip(states, D, strict=True)]
+    return unit * jnp.sqrt(total(squares))
+
+
+def _divided(leaves: list[jax.Array], unit: jax.Array) -> list[jax.Array]:
+    return [v / unit.astype(v.dtype) for v in leaves]
 
 
 def _count(stacked: Any, params: Any) -> int:

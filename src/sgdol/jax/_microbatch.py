@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from sgdol.jax import _axes
+from sgdol.jax._blocks import add
 from sgdol.jax._checks import shown
 
 __all__ = ["mean_of_microbatches", "microbatch_grads"]
@@ -170,7 +171,8 @@ def mean_of_microbatches() -> optax.GradientTransformation:
                 "mean_of_microbatches takes gradients stacked along one new first axis, got the shape "
                 f"{jnp.shape(gradient)} for a parameter of the shape {jnp.shape(parameter)}"
             )
-        return jnp.mean(gradient, axis=0)
+        wide = gradient.astype(jnp.result_type(gradient, jnp.float32))
+        return (add(wide) / gradient.shape[0]).astype(gradient.dtype)
 
     def update(updates: Any, params: Any = None) -> Any:
         if params is None:

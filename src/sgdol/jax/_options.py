@@ -94,6 +94,12 @@ class Scaling(_Parts, _Learning):
             raise TypeError(f"record must be True or False, got {shown(self.record)}")
         self._check_momentum(learner)
         self.metric = metrics.get(self.metric)
+        if self.granularity == "coordinate" and not metrics.is_diagonal(self.metric):
+            allowed = ", ".join(repr(name) for name, metric in metrics.METRICS.items() if metrics.is_diagonal(metric))
+            raise ValueError(
+                f'granularity="coordinate" needs a metric whose D is a diagonal matrix: {allowed} or an object with '
+                f"diagonal = True, got metric={shown(self.metric)}"
+            )
 
     def _check_alpha(self, learner: Learner) -> None:
         if self.alpha is not None:

@@ -9,117 +9,89 @@ import jax.numpy as jnp
 import numpy as np
 
 from sgdol import summary, surrogate
-from sgdol.jax._blocks import Blocks
-from sgdol.jax._statistics import Statistics
+from sgdol.jax._blocks import Blocks, total
 
-__all__ = ["Record", "after_skip", "after_update", "empty", "plain", "report", "total"]
+__all__ = ["Record", "after_update", "empty", "plain", "report"]
 
 
 class Record(NamedTuple):
-    """Sums over the updates, weighted by the base rate; in the unit of the optimizer's products."""
+    """Sums over the updates, weighted by the base rate; in the unit of the optimizer's products.
+
+    Few arrays, because every array of a state costs a compiled step about as much as a layer's update.
+    """
 
     step_size: jax.Array
     """Eta of the last update, before the first the base rate; for ``"group"``, of each group."""
-    skipped: jax.Array
-    """How many updates were skipped because a gradient was not finite."""
-    identical: jax.Array
-    """How many updates had the same gradient twice: u = n up to rounding."""
-    gradients: jax.Array
-    """K of the last update."""
-    surrogate: jax.Array
-    """The surrogate losses at the step sizes that were played."""
-    signal: jax.Array
-    """The sum of u."""
-    length: jax.Array
-    """The sum of n."""
-    recent_signal: jax.Array
-    """A moving average of u."""
-    recent_length: jax.Array
-    """A moving average of n."""
+    counts: jax.Array
+    """Updates that were skipped because a gradient was not finite; updates that had the same gradient twice, u = n up
+    to rounding; k of the last update."""
+    sums: jax.Array
+    """Of the surrogate losses at the step sizes that were played, of u and of n; then moving averages of u and n."""
 
 
 def empty(blocks: Blocks, rate: Any) -> Record:
     """The record before any update."""
-    like = blocks.zeros()[0] if blocks.granularity == "group" else jnp.zeros((), blocks.dtype)
-    integer, number = jnp.zeros((), jnp.int32), jnp.zeros((), blocks.dtype)
-    return Record(jnp.broadcast_to(jnp.asarray(rate, blocks.dtype), like.shape), *[integer] * 3, *[number] * 5)
-
-
-def after_skip(record: Record, skipped: jax.Array) -> Record:
-    """The record after a call that made no update: one was skipped, or a gradient was held."""
-    return record._replace(skipped=record.skipped + skipped)
+    shape = blocks.zeros()[0].shape if blocks.granularity == "group" else ()
+    step_size = jnp.broadcast_to(jnp.asarray(rate, blocks.dtype), shape)
+    return Record(step_size, jnp.zeros(3, jnp.int32), jnp.zeros(5, blocks.dtype))
 
 
 def after_update(
-    record: Record,
-    blocks: Blocks,
-    seen: Statistics,
-    raw: Statistics,
-    multipliers: list[jax.Array],
-    lengths: list[jax.Array],
-    rate: Any,
+    record: Record, blocks: Blocks, seen: Any, multipliers: list[jax.Array], rate: Any, moved: Any, skipped: Any
 ) -> Record:
-    """The record after one more update.
+    """The record after one more call.
 
     Args:
         record: the one before.
         blocks: which coordinates share a step size.
-        seen: what the learner saw.
-        raw: the statistics of the gradients themselves.
+        seen: the statistics of the update (``_core.Statistics``).
         multipliers: s of each block.
-        lengths: the squared length of the direction in each block.
         rate: lr.
+        moved: whether there was an update at all.
+        skipped: whether one was skipped.
     """
     rate = jnp.asarray(rate, blocks.dtype)
     losses = [surrogate.loss(s, u, n, 1.0) for s, u, n in zip(multipliers, seen.u, seen.n, strict=True)]
+    own_u, own_n = total(seen.own_u), total(seen.own_n)
+    same = (own_n > 0) & (jnp.abs(own_n - own_u) <= 8 * jnp.finfo(blocks.dtype).eps * own_n)
     signal, length = rate * total(seen.u), rate * total(seen.n)
-    noise = jnp.abs(total(raw.n) - total(raw.u))
-    same = (total(raw.n) > 0) & (noise <= 8 * jnp.finfo(blocks.dtype).eps * total(raw.n))
+    new = jnp.stack([rate * total(losses), signal, length, signal, length])
+    recent = np.array([False] * 3 + [True] * 2)
+    sums = jnp.where(recent, summary.recent(record.sums, new), record.sums + new)
+    counts = record.counts.at[1].add(same).at[2].set(seen.k)
     return Record(
-        step_size=rate * _multiplier(blocks, lengths, multipliers),
-        skipped=record.skipped,
-        identical=record.identical + same,
-        gradients=jnp.full((), seen.k, jnp.int32),
-        surrogate=record.surrogate + rate * total(losses),
-        signal=record.signal + signal,
-        length=record.length + length,
-        recent_signal=summary.recent(record.recent_signal, signal),
-        recent_length=summary.recent(record.recent_length, length),
+        step_size=jnp.where(moved, rate * _multiplier(blocks, seen, multipliers), record.step_size),
+        counts=jnp.where(moved, counts, record.counts.at[0].add(skipped)),
+        sums=jnp.where(moved, sums, record.sums),
     )
 
 
-def _multiplier(blocks: Blocks, lengths: list[jax.Array], multipliers: list[jax.Array]) -> jax.Array:
+def _multiplier(blocks: Blocks, seen: Any, multipliers: list[jax.Array]) -> jax.Array:
     """One number for all: the length of the move over that of the direction, so that what stays does not count."""
     if blocks.granularity in ("global", "group"):
         return multipliers[0]
-    pairs = zip(multipliers, lengths, strict=True)
-    move = total([jnp.sum(s * s * squared).astype(blocks.dtype) for s, squared in pairs])
-    length = total([jnp.sum(squared).astype(blocks.dtype) for squared in lengths])
-    return jnp.sqrt(jnp.where(length > 0, move / jnp.where(length > 0, length, 1), 1))
-
-
-def total(values: list[jax.Array]) -> jax.Array:
-    """The sum over all blocks."""
-    parts = [jnp.sum(v) if v.ndim else v for v in values]
-    return sum(parts[1:], parts[0])
+    lengths = blocks.products(seen.d, seen.d) if blocks.per_coordinate else seen.n
+    move = total([s * s * squared for s, squared in zip(multipliers, lengths, strict=True)])
+    length = total(lengths)
+    return jnp.sqrt(jnp.where(length > 0, move / jnp.where(length > 0, length, 1), 1)).astype(blocks.dtype)
 
 
 def report(record: Record, count: Any, pending: Any, unit: Any) -> dict[str, Any]:
     """The record as plain numbers, or as arrays of them if the state is one of many."""
-    values = {name: np.asarray(value, dtype=np.float64) for name, value in record._asdict().items()}
+    steps, sums = (np.asarray(value, np.float64) for value in (record.step_size, record.sums))
+    skipped, identical, k = (np.asarray(record.counts)[..., i] for i in range(3))
     square = np.where(np.asarray(unit, np.float64) > 0, np.asarray(unit, np.float64), 1.0) ** 2
-    k, steps = values["gradients"], values["step_size"]
-    losses, signal, length = (square * values[name] for name in ("surrogate", "signal", "length"))
-    recent = values["recent_signal"], values["recent_length"]
+    losses, signal, length = (square * sums[..., i] for i in range(3))
+    recent = sums[..., 3], sums[..., 4]
     return {
         "step_size": np.atleast_1d(steps).tolist() if steps.ndim == k.ndim + 1 or not k.ndim else steps,
         "pending": plain(pending),
         "signal_to_noise": plain(summary.signal_to_noise(*recent)),
         "noise_scale": plain(summary.noise_scale(*recent, k)),
         "updates": plain(count),
-        "skipped": plain(record.skipped),
-        "identical": plain(record.identical),
-        "gradients": plain(record.gradients),
+        "skipped": plain(skipped),
+        "identical": plain(identical),
+        "gradients": plain(k),
         "cumulative_surrogate": plain(losses),
         "regret": plain(summary.regret(losses, signal, length)),
     }

@@ -1,7 +1,7 @@
 r"""SGDOL as an optax gradient transformation (Zhuang, Cutkosky and Orabona, ICML 2019).
 
-The way is one way: independent gradients (``_sources``) -> metric (``_geometry``) and momentum -> (d, u, n) of every
-block (``_statistics``, ``_blocks``) -> multiplier s by a learner (``_core``) -> update -lr s d.
+The way is one way, and ``Core.update`` in ``_core`` is its text: independent gradients (``_sources``) -> metric
+(``_metric``) and momentum -> (d, u, n) of every block (``_blocks``) -> multiplier s by a learner -> update -lr s d.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def sgdol(options: Options) -> optax.GradientTransformationExtraArgs:  # noqa: D
             good one; None for no average. It follows params + updates as they leave this transformation, so in a
             chain nothing that changes updates may come after it.
         learner: the online learner of the step size; None for :class:`sgdol.learners.MeasuredCurvature`.
-        metric: in which lengths are taken: ``"euclidean"``, the paper's; ``"rms"``; ``"adagrad"``; or an object of
-            :mod:`sgdol.metrics`.
+        metric: in which lengths are taken: ``"euclidean"``, the paper's; ``"rms"``; ``"adagrad"``; ``"kronecker"``; or
+            an object of :mod:`sgdol.metrics`.
         param_labels: which group each parameter is in.
         axis_name: of the devices under ``shard_map`` or ``pmap``, each of which has gradients of its own.
         record: keep the sums for :func:`sgdol.jax.diagnostics`, a few numbers.
@@ -157,10 +157,10 @@ def scale_by_sgdol(options: Scaling) -> optax.GradientTransformationExtraArgs:  
         learner: an online learner of multipliers (:class:`sgdol.learners.Learner`); None for MeasuredCurvature. One
             that uses hindsight is told <gbar_t, d_{t-1}> of each block; unless Euclid's momentum tells it, that takes
             one more vector of memory.
-        metric: a name or an object of :mod:`sgdol.metrics`: its diagonal D, made of past mean gradients, is in every
-            product of two gradients, u = mean of <g_i, D^-1 g_j> and n = <gbar, D^-1 gbar>, and d = D^-1 gbar. It
-            remembers one vector, in float32 or wider. With ``axis_name``, D is the same on all devices, and their
-            gradients stay the independent ones.
+        metric: a name or an object of :mod:`sgdol.metrics`: its D, a positive definite operator made of past mean
+            gradients, is in every product of two gradients, u = mean of <g_i, D^-1 g_j> and n = <gbar, D^-1 gbar>, and
+            d = D^-1 gbar. What it remembers is in float32 or wider. ``granularity="coordinate"`` needs a diagonal D.
+            With ``axis_name``, D is the same on all devices, and their gradients stay the independent ones.
         param_labels: for ``"group"``, as in ``optax.partition``: a tree of labels that is a prefix of the parameters'
             tree, or a function of a tree like the parameters that returns one.
         axis_name: one name, or several, of the devices.

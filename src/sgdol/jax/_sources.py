@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from sgdol.jax import _axes
-from sgdol.jax._blocks import as_real
+from sgdol.jax._blocks import add, as_real
 from sgdol.surrogate import Estimator
 
 __all__ = ["Gradients", "refuse_integers", "take"]
@@ -28,20 +28,17 @@ class Gradients(NamedTuple):
     """The named axes over whose devices they are spread; none if all are here."""
     dtypes: list[Any]
     """The types of the gradients as they were given."""
-    enough: jax.Array
-    """Whether an update can be made of them; else the gradient waits for its partner."""
-    waiting: Any
-    """What is held from now on if it cannot: of the shape and type of the parameters."""
+    waiting: Any = None
+    """The gradient that is held if none is held yet, like the parameters; None from a source that always has enough."""
 
 
-def take(updates: Any, others: Any, held: Any, pending: jax.Array, estimator: Estimator, axis_name: Any) -> Gradients:
+def take(updates: Any, others: Any, held: Any, estimator: Estimator, axis_name: Any) -> Gradients:
     """The gradients of a call, from the source that their shapes tell.
 
     Args:
         updates: what ``update`` was given: a gradient, or several stacked.
         others: a second gradient, or None.
         held: the gradient that is held, or zeros; of the shape of the parameters.
-        pending: whether one is held.
         estimator: the paper's counts the gradients of all devices as one, their mean.
         axis_name: of the devices that have gradients of their own, or None.
     """
@@ -56,22 +53,17 @@ def take(updates: Any, others: Any, held: Any, pending: jax.Array, estimator: Es
         if stacked and not axes and jax.tree.leaves(updates)[0].shape[0] == 1:
             updates, stacked = jax.tree.map(lambda g: g[0], updates), False
     if others is not None:
-        return _gradients(_pair(updates, others), held, estimator, axes)
+        return _gradients(_pair(updates, others), estimator, axes)
     if stacked:
-        return _gradients(updates, held, estimator, axes)
+        return _gradients(updates, estimator, axes)
     if axes:  # one on each device
-        return _gradients(jax.tree.map(lambda g: jnp.asarray(g)[None], updates), held, estimator, axes)
-    return _alternating(updates, held, pending, estimator)
+        return _gradients(jax.tree.map(lambda g: jnp.asarray(g)[None], updates), estimator, axes)
+    # Calls alternate: the gradient that is held and this one; if none is held, this one waits.
+    waiting = jax.tree.map(lambda g, h: jnp.asarray(g, h.dtype), updates, held)
+    return _gradients(_pair(held, updates), estimator, ())._replace(waiting=waiting)
 
 
 # Sources --------------------------------------------------------------------------------------------------------------
-
-
-def _alternating(updates: Any, held: Any, pending: jax.Array, estimator: Estimator) -> Gradients:
-    """The gradient that is held and this one; if none is held, this one waits."""
-    partner = jax.tree.map(jnp.asarray, updates)
-    waiting = jax.tree.map(lambda g, h: g.astype(h.dtype), partner, held)
-    return _gradients(_pair(held, partner), held, estimator, ())._replace(enough=pending, waiting=waiting)
 
 
 def _of_devices(updates: Any, others: Any, axis_name: Any, estimator: Estimator) -> tuple[Any, Any, tuple[Any, ...]]:
@@ -87,26 +79,14 @@ def _pair(first: Any, second: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.stack([jnp.asarray(a), jnp.asarray(b)]), first, second)
 
 
-def _gradients(stacked: Any, held: Any, estimator: Estimator, axes: tuple[Any, ...]) -> Gradients:
+def _gradients(stacked: Any, estimator: Estimator, axes: tuple[Any, ...]) -> Gradients:
     """Several gradients along the first axis of every leaf, here and on the devices of the axes."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(stacked)]
     vectors = [as_real(leaf) for leaf in leaves]
-    k = leaves[0].shape[0] * _axes.size_of(axes)
-    if estimator == "paper":
-        mean = [g[0] for g in vectors]
-    elif k == 2 and not axes:
-        mean = [(g[0] + g[1]) / 2 for g in vectors]
-    else:
-        mean = _axes.mean_over(axes, [jnp.sum(g, axis=0) / g.shape[0] for g in vectors])
-    return Gradients(
-        vectors=vectors,
-        mean=mean,
-        k=k,
-        axes=axes,
-        dtypes=[leaf.dtype for leaf in leaves],
-        enough=jnp.ones((), bool),
-        waiting=jax.tree.map(jnp.zeros_like, held),
-    )
+    here = leaves[0].shape[0]
+    mean = [g[0] if estimator == "paper" else add(g) / here for g in vectors]
+    dtypes = [leaf.dtype for leaf in leaves]
+    return Gradients(vectors, _axes.mean_over(axes, mean), here * _axes.size_of(axes), axes, dtypes)
 
 
 # Shapes ---------------------------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgdol.metrics import RMS, Euclidean, Means, Metric, is_scale_free
+from sgdol.metrics import RMS, Euclidean, Means, Metric, is_diagonal, is_scale_free
 from sgdol.torch._gate import Gate
 from sgdol.torch._vectors import CHUNK, Layout, Vector, as_number, dot, is_small, scalar_dtype, size, sum_of, wide_dtype
-from sgdol.torch._world import World, like_parameter, local, real_view
+from sgdol.torch._world import World, is_sharded, like_parameter, local, real_view
 
 __all__ = ["EUCLID", "Metrics", "Operators"]
 
@@ -106,15 +106,15 @@ class Opaque:
     """
 
     def __init__(self, operator: Any) -> None:
-        self._operator = operator
+        self.made = operator
 
     def sharp(self, g: Tensor) -> Tensor:
         """D^-1 g."""
-        return self._operator.sharp(g)
+        return self.made.sharp(g)
 
     def flat(self, v: Tensor) -> Tensor:
         """D v."""
-        return self._operator.flat(v)
+        return self.made.flat(v)
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """<a, D^-1 b>."""
@@ -164,6 +164,8 @@ class _Kind(NamedTuple):
     params: list[Tensor]
     fields: list[str]
     """The names under which the parts of the metric's state are kept."""
+    rms: bool
+    """Whether it is the diagonal metric of this library, which works on merged entries in place."""
 
 
 class _Past(NamedTuple):
@@ -173,6 +175,10 @@ class _Past(NamedTuple):
     """The mean square over all tensors with a past, of each kind; None if there are none."""
     tensor: dict[Tensor, Any]
     """The mean square of each tensor with a past."""
+
+
+def _is_rms(metric: Metric) -> bool:
+    return isinstance(metric, RMS) and is_diagonal(metric)
 
 
 class Metrics:
@@ -201,9 +207,15 @@ class Metrics:
             kind = next((k for k in self._kinds if k.metric == metric), None)
             if kind is None:
                 fields = getattr(type(metric.initial(torch.zeros(2, 2))), "_fields", ())
-                kind = _Kind(metric, [], [f"metric.{name}" for name in fields])
+                kind = _Kind(metric, [], [f"metric.{name}" for name in fields], _is_rms(metric))
                 self._kinds.append(kind)
             kind.params.extend(group["params"])
+            sharded = next((p for p in group["params"] if is_sharded(p)), None)
+            if sharded is not None and not is_diagonal(metric):
+                raise NotImplementedError(
+                    f"metric={metric!r} needs whole matrices, got a sharded parameter of shape {tuple(sharded.shape)}: use "
+                    'metric="rms", which works on pieces'
+                )
         self.euclidean = not self._kinds
         """Whether D = 1 for all parameters."""
         self._kind_of = {p: kind for kind in self._kinds for p in kind.params}
@@ -213,7 +225,7 @@ class Metrics:
 
     def merges(self, group: dict[str, Any]) -> bool:
         """Whether small tensors of a group may lie end to end: the metric treats every coordinate on its own."""
-        return isinstance(self._metric_of(group), Euclidean | RMS)
+        return isinstance(self._metric_of(group), Euclidean) or _is_rms(self._metric_of(group))
 
     def forget(self) -> None:
         """What is remembered has changed."""
@@ -229,8 +241,8 @@ class Metrics:
     def _has_past(self, p: Tensor) -> bool:
         """Whether a gradient of the parameter has been seen. A device is not asked for the number of them."""
         held = self._state.get(p, {})
-        if any(name not in held for name in self._kind_of[p].fields):
-            return False
+        if not any(name in held for name in self._kind_of[p].fields):
+            return not self._kind_of[p].fields  # a metric that remembers nothing needs no past
         weight = held.get("metric.weight")
         return weight is None or weight.device.type != "cpu" or weight.item() > 0
 
@@ -263,7 +275,7 @@ class Metrics:
             if overall is None:
                 overall = fresh["overall", id(kind)]
             means = [past.tensor[p] if p in past.tensor else fresh[p] for p in params]
-            if isinstance(kind.metric, RMS):
+            if kind.rms:
                 found[e] = self._diagonal(kind.metric, layout, e, means, overall)
             else:
                 like = torch.zeros(entry.shape, dtype=entry.dtype, device=entry.device)
@@ -305,12 +317,11 @@ class Metrics:
         return Diagonal(torch.mul(v, layout.spread(e, a)).add_(layout.spread(e, c)).rsqrt_())
 
     def _memory(self, kind: _Kind, p: Tensor, zero: Tensor) -> Any:
-        """The metric's state of one tensor."""
+        """The metric's state of one tensor. Parts that it has not for this tensor, as (), are not kept."""
         fresh = kind.metric.initial(zero)
         held = self._state.get(p, {})
-        if any(name not in held for name in kind.fields):
-            return fresh
-        return type(fresh)(*[local(held[name]) for name in kind.fields]) if kind.fields else fresh
+        parts = [local(held[name]) if name in held else value for name, value in zip(kind.fields, fresh, strict=True)]
+        return type(fresh)(*parts) if kind.fields else fresh
 
     def _means_of_past(self) -> _Past:
         """The mean squares over whole tensors, and over all of them: by all ranks together."""
@@ -330,7 +341,7 @@ class Metrics:
     def _sums_of_past(self, kind: _Kind) -> tuple[list[Tensor], Tensor]:
         """The tensors with a past, and the sums over this rank's pieces of the squares that D is made of."""
         owner = self._owner
-        if owner is not None and isinstance(kind.metric, RMS) and len(owner.params) == len(kind.params):
+        if owner is not None and kind.rms and len(owner.params) == len(kind.params):
             each = [owner.sums(e, owner.vector("metric.square", e)) for e in range(len(owner.entries))]
             weights = [self._state[p]["metric.weight"] for p in owner.params]
             total = each[0] if len(each) == 1 else torch.cat(each)
@@ -342,7 +353,7 @@ class Metrics:
         sums = []
         for p in params:
             like = torch.zeros((), device=p.device, dtype=scalar_dtype(p.device))
-            if isinstance(kind.metric, RMS):
+            if kind.rms:
                 held = self._state[p]
                 sums.append(
                     sum_of(real_view(local(held["metric.square"])), is_small(p)).to(like) / held["metric.weight"]
@@ -394,13 +405,18 @@ class Metrics:
 
     def usual(self, layout: Layout) -> float | None:
         """The root of the mean of past <g, D^-1 g>, all in the D of this step; None if no past is remembered."""
-        if self.euclidean or any(not isinstance(kind.metric, RMS) for kind in self._kinds):
+        if self.euclidean or any(not hasattr(kind.metric, "past_square") for kind in self._kinds):
             return None
         total = layout.like
         for e, operator in enumerate(self.operators(layout)):
-            first = self._state[layout.params[layout.entries[e].start]]
-            product = dot(layout.vector("metric.square", e), operator.inverse.expand(layout.entries[e].shape))
-            total = total + product / first["metric.weight"].to(product)
+            p = layout.params[layout.entries[e].start]
+            kind = self._kind_of[p]
+            if kind.rms:
+                product = dot(layout.vector("metric.square", e), operator.inverse.expand(layout.entries[e].shape))
+                total = total + product / self._state[p]["metric.weight"].to(product)
+            else:
+                zero = torch.zeros(layout.entries[e].shape, dtype=layout.entries[e].dtype, device=p.device)
+                total = total + kind.metric.past_square(self._memory(kind, p, zero), operator.made).to(total)
         total = self._world().total(layout.params[:1], total.reshape(1, 1)) if self._world().spread else total
         return math.sqrt(total.item()) / self.unit
 
@@ -417,9 +433,9 @@ class Metrics:
             factor = scale * (self.unit if is_scale_free(kind.metric) else 1.0)
             seen = g[e] if factor == 1.0 else g[e] * factor
             for p in params:
-                if any(name not in self._state[p] for name in kind.fields):
+                if not any(name in self._state[p] for name in kind.fields):
                     self._state[p].update(self.blank(p))
-            if isinstance(kind.metric, RMS):
+            if kind.rms:
                 decay = gate.weight(kind.metric.decay, 1.0)
                 layout.vector("metric.square", e).mul_(decay).addcmul_(seen, seen)
                 weights = [self._state[p]["metric.weight"] for p in params]
@@ -433,8 +449,9 @@ class Metrics:
                 old = self._memory(kind, params[0], torch.zeros_like(seen))
                 new = kind.metric.observe(old, seen)
                 for before, after in zip(old, new, strict=True):
-                    after = torch.as_tensor(after, dtype=before.dtype, device=before.device)
-                    before.copy_(gate.choose(after, before))
+                    if isinstance(before, Tensor):
+                        after = torch.as_tensor(after, dtype=before.dtype, device=before.device)
+                        before.copy_(gate.choose(after, before))
         self.forget()
         self._means_of_past()  # by all ranks together, not when a backward first asks
 
@@ -451,6 +468,7 @@ class Metrics:
             if isinstance(value, Tensor)
             else number + value
             for name, value in zip(kind.fields, kind.metric.initial(zero), strict=True)
+            if not isinstance(value, tuple)  # what the metric does not remember of such a tensor
         }
 
 

@@ -228,6 +228,11 @@ def checked(options: dict[str, Any]) -> tuple[dict[str, Any], Learner, Metric]:
     if found["averaging"] is not None:
         sentence = "None, or finite and at least 0"
         found["averaging"] = check_number("averaging", found["averaging"], lambda v: v >= 0, sentence)
+    if found["granularity"] == "coordinate" and not metrics.is_diagonal(metric):
+        raise ValueError(
+            f'granularity="coordinate" needs a metric whose D is diagonal, got metric={_cut(options["metric"])}: use '
+            'granularity="tensor", or metric="rms"'
+        )
     found["learner"], found["metric"] = _name(learner), _metric_name(metric)
     check_flag("maximize", found["maximize"])
     check_foreach(found["foreach"])

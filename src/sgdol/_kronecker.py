@@ -1,0 +1,253 @@
+r"""The Kronecker metric: Shampoo's norm, in eigenbases that are iterated as SOAP does (:mod:`sgdol.metrics`)."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import array_api_compat
+
+from sgdol._diagonal import RMS, Diagonal, Means, Squares
+from sgdol._numbers import namespace, ratio, sqrt, where
+
+__all__ = ["Factors", "Kronecker", "Rotated"]
+
+Array = Any
+
+LONGEST = 512
+"""A side of a matrix with more entries is not rotated: its factor would cost more than the gradient."""
+TALLEST = 8
+"""Rows are not rotated where there are more than this many times as many rows as columns, as in embeddings."""
+RIDGE = 1e-4
+"""What is added to a factor of trace 1, divided by its size, before a basis is made of it."""
+LAST = 20
+"""Counts of updates go from here back to 11: nothing depends on more than count modulo 10 from there on, and a float
+that counts on would stand still one day."""
+
+
+class Factors(NamedTuple):
+    """What the Kronecker metric remembers of one tensor; () for what a tensor does not have."""
+
+    left: Array
+    """L, the weighted sum of G G^T, of a matrix whose rows are rotated..."""
+    right: Array
+    """...and R, that of G^T G, of one whose columns are."""
+    left_basis: Array
+    """Q_L, whose columns are nearly the eigenvectors of L..."""
+    right_basis: Array
+    """...and Q_R."""
+    rows: Array
+    """a, the sums over the rows of the weighted sum of squares of Q_L^T G Q_R..."""
+    columns: Array
+    """...and b, those over its columns."""
+    square: Array
+    """v, the weighted sum of the squares, of a tensor that is not rotated at all."""
+    weight: Array
+    """w, the sum of the weights; 0 while no gradient has been seen."""
+    count: Array
+    """How many gradients have been seen; from 20 it goes back to 11."""
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """D is diagonal in a basis: D(X) = Q_L (values * (Q_L^T X Q_R)) Q_R^T.
+
+    Args:
+        left: Q_L, or () if it is the identity.
+        right: Q_R, or ().
+        values: the diagonal in the basis, positive, as a matrix; leading dimensions are those of a batch.
+    """
+
+    left: Array
+    right: Array
+    values: Array
+
+    def sharp(self, gradient: Array) -> Array:
+        """D^-1 g."""
+        turned = rotate(gradient.reshape(self.values.shape), self.left, self.right)
+        return rotate_back(turned / self.values, self.left, self.right).reshape(gradient.shape)
+
+    def flat(self, vector: Array) -> Array:
+        """D v."""
+        turned = rotate(vector.reshape(self.values.shape), self.left, self.right)
+        return rotate_back(turned * self.values, self.left, self.right).reshape(vector.shape)
+
+
+def rotate(matrix: Array, left: Array, right: Array) -> Array:
+    """Q_L^T X Q_R."""
+    matrix = matrix if _absent(left) else left.mT @ matrix
+    return matrix if _absent(right) else matrix @ right
+
+
+def rotate_back(matrix: Array, left: Array, right: Array) -> Array:
+    """Q_L X Q_R^T."""
+    matrix = matrix if _absent(left) else left @ matrix
+    return matrix if _absent(right) else matrix @ right.mT
+
+
+@dataclass(frozen=True)
+class Kronecker(RMS):
+    r"""Matrices in the eigenbases of their rows and columns, everything else as in :class:`RMS`.
+
+    For the gradient G of a matrix (of a convolution: out x rest) of n x m, after every update,
+
+    .. math:: L \leftarrow b L + G G^\top, \quad R \leftarrow b R + G^\top G, \quad w \leftarrow b w + 1, \quad
+        a, c = \text{row and column sums of } v \leftarrow b v + (Q_L^\top G Q_R)^2.
+
+    D is diagonal in the basis :math:`Q_L, Q_R`. Its squares are those of :class:`RMS` with :math:`a_i c_j / \sum a` in
+    the place of v: D is nearly :math:`L^{1/2} \otimes R^{1/2}`, Shampoo's metric with the exponent 1/2. The bases
+    follow after updates 1, 2, 4, 8 and every tenth: eigenvectors of L at first, then one step of orthogonal iteration,
+
+    .. math:: Q_L \leftarrow \mathrm{qr}\Big(\big(L/\mathrm{tr} L + \tfrac{10^{-4}}{n} E\big) Q_L\Big), \qquad
+        a \leftarrow (P \circ P)^\top a, \quad P = Q_{L,\text{old}}^\top Q_{L,\text{new}},
+
+    with the columns in the order of :math:`q^\top L q`, and the same for R. E is diagonal with entries from 1 to 2, so
+    that eigenvectors are determined, up to their signs, also where L is 0. A side longer than 512 is not rotated, and
+    neither are the rows of a matrix with more than 8 times as many rows as columns. The first update has D constant in
+    each tensor. Memory: :math:`2 (n^2 + m^2)` for a matrix. Leading dimensions of the state's arrays are a batch.
+
+    Args:
+        decay: b in (0, 1], as in :class:`RMS`.
+        tensor: k_0, positive: the pseudo-count of the tensor's mean.
+        overall: k_1, at least 0: the pseudo-count of the mean over all coordinates.
+
+    >>> import numpy as np
+    >>> metric, g = Kronecker(), np.outer([3.0, 4.0], [1.0, 1.0]) + np.eye(2)
+    >>> state = metric.observe(metric.initial(np.zeros((2, 2))), g)
+    >>> mean = metric.mean_square(state, g)
+    >>> metric.operator(state, Means(mean, mean)).sharp(g).round(1)
+    array([[3.9, 2.9],
+           [3.9, 4.9]])
+    """
+
+    diagonal: ClassVar[bool] = False
+    scale_free: ClassVar[bool] = True
+
+    def initial(self, zero: Array) -> Factors:  # type: ignore[override]
+        """No gradient yet."""
+        n = zero.shape[0] if zero.ndim >= 2 else 1
+        m = math.prod(zero.shape[1:])
+        if min(n, m) < 2 or (n > min(LONGEST, TALLEST * m) and m > LONGEST):
+            return Factors((), (), (), (), (), (), zero, 0.0, 0.0)
+        matrix = zero.reshape(n, m)
+        rows, columns = matrix[:, 0], matrix[0, :]
+        left = rows[:, None] * rows[None, :] if n <= min(LONGEST, TALLEST * m) else ()
+        right = columns[:, None] * columns[None, :] if m <= LONGEST else ()
+        left_basis, right_basis = (() if _absent(side) else side + _identity(side) for side in (left, right))
+        return Factors(left, right, left_basis, right_basis, rows, columns, (), 0.0, 0.0)
+
+    def mean_square(self, state: Factors, gradient: Array) -> Array:  # type: ignore[override]
+        """The mean over the tensor of the weighted mean of squares, or of the present ones if there is no past."""
+        if not _absent(state.square):
+            return super().mean_square(Squares(state.square, state.weight), gradient)
+        xp = namespace(state.rows)
+        g = _as_matrix(state, gradient)
+        size = g.shape[-1] * g.shape[-2]
+        past = xp.sum(state.rows, axis=-1) / size
+        return where(state.weight > 0, ratio(past, state.weight, 1.0), xp.sum(g * g, axis=(-2, -1)) / size)
+
+    def operator(self, state: Factors, means: Means) -> Diagonal | Rotated:  # type: ignore[override]
+        """D of the coming step."""
+        if not _absent(state.square):
+            return super().operator(Squares(state.square, state.weight), means)
+        a, c = (_spread(value) for value in self.coefficients(state.weight, means))
+        return Rotated(state.left_basis, state.right_basis, sqrt(a * _outer(state) + c))
+
+    def past_square(self, state: Factors, operator: Any) -> Array:  # type: ignore[override]
+        """The mean of the past <g, D^-1 g>, had D always been what it is now; 0 if there is no past."""
+        if not _absent(state.square):
+            return super().past_square(Squares(state.square, state.weight), operator)
+        return ratio(namespace(state.rows).sum(_outer(state) / operator.values, axis=(-2, -1)), state.weight, 0.0)
+
+    def observe(self, state: Factors, gradient: Array) -> Factors:  # type: ignore[override]
+        """Add the products and squares of the gradient, and renew the bases if it is time."""
+        count = where(state.count >= LAST, float(LAST // 2), state.count) + 1
+        if not _absent(state.square):
+            square, weight = super().observe(Squares(state.square, state.weight), gradient)
+            return state._replace(square=square, weight=weight, count=count)
+        g = _as_matrix(state, gradient)
+        xp = namespace(g)
+        h = rotate(g, state.left_basis, state.right_basis)
+        new = state._replace(
+            left=() if _absent(state.left) else self.decay * state.left + g @ g.mT,
+            right=() if _absent(state.right) else self.decay * state.right + g.mT @ g,
+            rows=self.decay * state.rows + xp.sum(h * h, axis=-1),
+            columns=self.decay * state.columns + xp.sum(h * h, axis=-2),
+            weight=self.decay * state.weight + 1,
+            count=count,
+        )
+        due = (count == 1) | (count == 2) | (count == 4) | (count == 8) | (count == 10) | (count == LAST)
+        bases = _choose(due, lambda: _renewed(new), lambda: (new.left_basis, new.right_basis, new.rows, new.columns))
+        return new._replace(left_basis=bases[0], right_basis=bases[1], rows=bases[2], columns=bases[3])
+
+
+def _renewed(state: Factors) -> tuple[Array, Array, Array, Array]:
+    """The bases of the sides that are rotated, and the sums of the rows and columns in them."""
+    first = state.count == 1
+    left, rows = _turn(state.left, state.left_basis, state.rows, first)
+    right, columns = _turn(state.right, state.right_basis, state.columns, first)
+    return left, right, rows, columns
+
+
+def _turn(factor: Array, basis: Array, sums: Array, first: Any) -> tuple[Array, Array]:
+    """The basis after a refresh, and the sums of one side's squares in it."""
+    if _absent(factor):
+        return basis, sums
+    xp, n = namespace(factor), factor.shape[-1]
+    eye = _identity(factor)
+    trace = xp.sum(factor * eye, axis=(-2, -1))[..., None, None]
+    # Different entries on the ridge: where the factor is 0, any basis would do, and libraries choose different ones.
+    positions = xp.sum(xp.tril(eye * 0 + 1), axis=-1)  # 1, ..., n
+    ridge = eye * (RIDGE / n * (1 + positions / n))
+    A = ratio(factor, trace, 0.0) + ridge
+
+    def iterated() -> Array:
+        image = A @ basis
+        order = xp.argsort(-xp.sum(basis * image, axis=-2), axis=-1)[..., None, :]
+        return xp.linalg.qr(xp.take_along_axis(image, xp.broadcast_to(order, image.shape), axis=-1))[0]
+
+    new = _choose(first, lambda: xp.linalg.eigh(A)[1], iterated)
+    change = basis.mT @ new
+    turned = ((change * change).mT @ sums[..., None])[..., 0]
+    return where(trace > 0, new, basis), where(trace[..., 0] > 0, turned, sums)
+
+
+def _outer(state: Factors) -> Array:
+    """a_i c_j / sum a: what stands for the weighted sum of squares in the basis."""
+    total = namespace(state.rows).sum(state.rows, axis=-1)[..., None]
+    share = ratio(state.rows, total, 0.0)  # first, because a product of two sums of squares may leave the range
+    return share[..., :, None] * state.columns[..., None, :]
+
+
+def _as_matrix(state: Factors, gradient: Array) -> Array:
+    return gradient.reshape((*state.rows.shape, state.columns.shape[-1]))
+
+
+def _absent(part: Any) -> bool:
+    return isinstance(part, tuple)
+
+
+def _identity(square: Array) -> Array:
+    """The identity of the size and type of a square matrix."""
+    device = {} if array_api_compat.is_jax_array(square) else {"device": array_api_compat.device(square)}
+    return namespace(square).eye(square.shape[-1], dtype=square.dtype, **device)
+
+
+def _spread(value: Array) -> Array:
+    """A number for each matrix of a batch, to be multiplied with the matrices."""
+    return value[..., None, None] if getattr(value, "ndim", 0) else value
+
+
+def _choose(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    """What one of the two returns. Only that one runs, also in a traced program: a refresh costs many updates."""
+    if array_api_compat.is_jax_array(condition):
+        # jax has been imported by whoever made the array; this module knows no framework.
+        return sys.modules["jax"].lax.cond(condition, yes, no)
+    return yes() if condition else no()
+
+
+for public in (Factors, Kronecker, Rotated):
+    public.__module__ = "sgdol.metrics"  # where users find them

@@ -1,0 +1,146 @@
+r"""The metric on the leaves of a tree, the unit of gradients, and how a metric's states stand in an optimizer's state.
+
+:math:`\langle a, b\rangle = a^\top D^{-1} b` of two gradients. Squares leave the range of floats long before gradients
+do, so gradients are divided by a *unit*, a power of two, before anything is made of them. :func:`choose_unit` makes it
+1 unless the first gradients are very large or very small.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sgdol.jax._blocks import total
+from sgdol.metrics import Means, Metric, Operator
+
+__all__ = ["Memory", "choose_unit", "divided", "in_unit", "largest", "operators", "sharp"]
+
+
+def operators(metric: Metric, states: list[Any], gradient: list[jax.Array]) -> list[Operator]:
+    """D of each leaf, from the metric's states; the gradient is that of this update, for leaves without a past."""
+    squares = [metric.mean_square(state, g) for state, g in zip(states, gradient, strict=True)]
+    sizes = [g.size for g in gradient]
+    weighted = [size / sum(sizes) * square for size, square in zip(sizes, squares, strict=True) if size]
+    overall = total(weighted) if weighted else 1.0
+    return [metric.operator(state, Means(square, overall)) for state, square in zip(states, squares, strict=True)]
+
+
+def sharp(D: list[Operator], gradient: list[jax.Array]) -> list[jax.Array]:
+    """D^-1 g of each leaf."""
+    return [operator.sharp(g).astype(g.dtype) for operator, g in zip(D, gradient, strict=True)]
+
+
+class Memory:
+    """How the states of a metric, one for each leaf, stand in the optimizer's state: field by field.
+
+    A field that has the tensor's shape becomes a tree like the parameters, which shards as they do; a number becomes a
+    vector with an entry per leaf; anything else, such as a factor of n x n, a tuple with an entry per leaf.
+
+    Args:
+        metric: whose states they are.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        # The shapes of two tensors tell which field is which, also for optax.tree_map_params, which inits no leaves.
+        shapes = [(2, 3), (64, 48)]
+        probes = [jax.eval_shape(lambda shape=shape: metric.initial(jnp.zeros(shape))) for shape in shapes]
+        columns = list(zip(*map(_fields, probes), strict=True))
+        seen = [[getattr(field, "shape", None) for field in column] for column in columns]
+        self._kinds = ["like" if s == shapes else "number" if s == [(), ()] else "own" for s in seen]
+        self.is_empty = not self._kinds
+        """Whether the metric remembers nothing."""
+        self._structure: Any = jax.tree.structure(probes[0], is_leaf=lambda part: part is not probes[0])
+
+    def pack(self, states: list[Any], tree: Any, dtypes: list[Any]) -> Any:
+        """The states as they stand in the optimizer's state.
+
+        Args:
+            states: one for each leaf.
+            tree: the tree structure of the parameters.
+            dtypes: of the leaves, float32 or wider.
+        """
+        rows = [
+            [jax.tree.map(lambda v, dtype=dtype: jnp.asarray(v, dtype), field) for field in _fields(state)]
+            for state, dtype in zip(states, dtypes, strict=True)
+        ]
+        columns = [[row[i] for row in rows] for i in range(len(self._kinds))]
+        return jax.tree.unflatten(
+            self._structure, [_pack(k, c, tree) for k, c in zip(self._kinds, columns, strict=True)]
+        )
+
+    def unpack(self, packed: Any, tree: Any, dtypes: list[Any]) -> list[Any]:
+        """The states of the leaves again."""
+        columns = [
+            tree.flatten_up_to(field) if kind == "like" else field
+            for kind, field in zip(self._kinds, self._structure.flatten_up_to(packed), strict=True)
+        ]
+        numbers = [kind == "number" for kind in self._kinds]
+        return [
+            jax.tree.unflatten(
+                self._structure, [c[i].astype(dtype) if n else c[i] for c, n in zip(columns, numbers, strict=True)]
+            )
+            for i, dtype in enumerate(dtypes)
+        ]
+
+
+def _fields(state: Any) -> list[Any]:
+    """What stands in the first level of a state."""
+    return jax.tree.leaves(state, is_leaf=lambda part: part is not state)
+
+
+def _pack(kind: str, column: list[Any], tree: Any) -> Any:
+    if kind == "like":
+        return jax.tree.unflatten(tree, column)
+    if kind == "number":
+        return jnp.asarray(column, jnp.result_type(jnp.float32, *column))
+    return tuple(column) if column else jnp.zeros(())  # never an empty tuple: optax matches the two structures
+
+
+# The unit -------------------------------------------------------------------------------------------------------------
+
+
+def choose_unit(gradient: list[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """The unit that brings the largest entry into the range where sums of squares are safe; and whether there is one.
+
+    Bounds are in terms of the type's largest power of two, 2^e: from 2^(-5e/16), where a coordinate's even share of the
+    square is still a normal number, to 2^(e/4), whose square can be added up 2^(e/2) times.
+
+    >>> unit, found = choose_unit([jnp.array([3.0, -1e20])], jnp.float32)
+    >>> float(jnp.log2(unit)), bool(found)
+    (34.0, True)
+    """
+    top = jnp.max(jnp.stack([jnp.max(jnp.abs(g), initial=0.0).astype(dtype) for g in gradient]))
+    info = jnp.finfo(dtype)
+    found = (top > 0) & jnp.isfinite(top)
+    # The nearest power of two, by taking away the mantissa; divided by the nearest one within the bounds.
+    power = jax.lax.reduce_precision(jnp.where(found, top, 1.0), info.nexp, 0)
+    power = jnp.minimum(power, 2.0 ** (info.maxexp - 1))
+    return power / jnp.clip(power, 2.0 ** (-5 * info.maxexp // 16), 2.0 ** (info.maxexp // 4)), found
+
+
+def divided(leaves: list[jax.Array], unit: jax.Array) -> list[jax.Array]:
+    """The leaves in units of the unit."""
+    # The reciprocal of the smallest unit is not finite in every type.
+    return [v * jnp.minimum(1 / unit, float(jnp.finfo(v.dtype).max)).astype(v.dtype) for v in leaves]
+
+
+def largest(dtype: Any) -> float:
+    """What alpha need not exceed: no sum of squares ever counts beside it, and it can still be multiplied."""
+    return 2.0 ** (3 * jnp.finfo(dtype).maxexp // 4)
+
+
+def in_unit(square: Any, unit: jax.Array) -> jax.Array:
+    """A positive number in units of the square of a unit, of the unit's type, and no larger than :func:`largest`.
+
+    A Python number may be out of that type's range, as long as the result is not.
+
+    >>> round(float(in_unit(3e60, jnp.asarray(2.0**100))), 4)
+    1.8669
+    """
+    mantissa, exponent = jnp.frexp(square) if isinstance(square, jax.Array) else math.frexp(square)
+    power = exponent - 2 * (jnp.frexp(unit)[1] - 1)
+    limit = 3 * jnp.finfo(unit.dtype).maxexp // 4
+    return jnp.ldexp(jnp.asarray(mantissa, unit.dtype), jnp.minimum(power, limit))
