@@ -6,15 +6,13 @@ import io
 import numpy as np
 import pytest
 import torch
+from dense_metric import Dense, dense
 from test_exact_vectors import BLOCKS, SMOOTHNESS, flat, groups, linear_loss, parameters, vectors
 from test_free import PROBLEMS, SIZES, START, STEPS, oracle_of, train
 
 from sgdol import SGDOL, SGDOLFree, reference
 from sgdol.learners import FTRL, MeasuredCurvature
 from sgdol.reference_free import sgdol_free
-
-dense_metric = pytest.importorskip("dense_metric")  # beside the references that take a matrix
-Dense, dense = dense_metric.Dense, dense_metric.dense
 
 LEARNERS = {"ftrl": FTRL(), "measured": MeasuredCurvature()}
 TENSORS = BLOCKS["tensor"]
@@ -98,7 +96,7 @@ def test_a_state_that_is_a_factor_is_kept_for_each_tensor_and_loads():
 
 
 def test_a_step_size_for_each_coordinate_needs_a_diagonal_metric():
-    with pytest.raises(ValueError, match=r'granularity="coordinate" needs a metric whose D is a diagonal.*Dense\('):
+    with pytest.raises(ValueError, match=r'granularity="coordinate" needs a metric whose D is diagonal.*Dense\('):
         SGDOL(parameters(), lr=0.25, metric=Dense(), granularity="coordinate")
 
 

@@ -327,20 +327,35 @@ def test_a_group_that_joins_later_gets_the_share_of_alpha_that_its_size_had():
 
 
 @pytest.mark.parametrize("metric", ["rms", "adagrad"])
-@pytest.mark.parametrize("granularity", ["group", "tensor", "coordinate"])
+@pytest.mark.parametrize("granularity", ["tensor", "coordinate"])
 @pytest.mark.parametrize("skips", [False, True])
-def test_a_tensor_that_joins_later_is_measured_by_its_own_gradient_over_those_of_the_past(metric, granularity, skips):
-    """Its first D is sqrt((g^2 / m + 1e-4) / (1 + 1e-4)), m the mean square of the gradients before; eta is lr."""
-    x, late = scalar(0.0), scalar(0.0)
-    groups = [{"params": [x]}, {"params": [late]}]
-    opt = SGDOL(groups, lr=0.1, momentum=0.0, learner=FTRL(), granularity=granularity, metric=metric)
-    feed(opt, x, 2.0, 4.0)  # m = 9
-    x.grad = None
-    if skips:
-        feed(opt, late, math.nan, 1.0)
-    feed(opt, late, 7.0, 5.0)
-    D = math.sqrt((36 / 9 + 1e-4) / (1 + 1e-4))
-    assert late.item() == pytest.approx(-0.1 * 6 / D, rel=1e-12)
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_tensor_that_joins_later_is_measured_by_its_own_gradient_over_those_of_the_past(
+    metric, granularity, skips, k
+):
+    """Its first D is sqrt((v / m + 1e-4) / (1 + 1e-4)), v its own mean square, m that of the past; eta is lr.
+
+    That of the other, whose past is all there is, is 1.
+    """
+    x, late = scalar(0.0), torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    opt = SGDOL([x, late], lr=0.1, momentum=0.0, learner=FTRL(), granularity=granularity, metric=metric)
+    for g in (2.0, 4.0):  # m = 9, so that alpha of x, of three numbers, is 3
+        (x * g / 2).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    pairs = [([math.nan, 1.0], [1.0, 1.0])] if skips else []
+    for pair in [*pairs, ([9.0, -2.0], [7.0, -2.0])]:
+        for g in torch.tensor(pair, dtype=torch.float64):
+            ((late @ g + x.sum()) / k).backward()
+            if k == 1:
+                opt.step()
+                opt.zero_grad()
+        if k == 2:
+            opt.step()
+            opt.zero_grad()
+    D = math.sqrt(((64 + 4) / 2 / 9 + 1e-4) / (1 + 1e-4))
+    assert late.tolist() == pytest.approx([-0.1 * 8 / D, 0.1 * 2 / D], rel=1e-12)
+    assert x.item() == pytest.approx(-0.1 * 3 - 0.1 * (3 + 2 * 4) / (3 + 9), rel=1e-12)
 
 
 # Where gradients come from --------------------------------------------------------------------------------------------
