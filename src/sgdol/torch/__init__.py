@@ -8,7 +8,6 @@ require("sgdol.torch", "torch", "torch")
 from sgdol.torch._averaging import averaged_weights, polynomial_average, random_iterate
 from sgdol.torch._backward import backward
 from sgdol.torch._free import SGDOLFree
-
 from sgdol.torch._log import Log, scalars
 from sgdol.torch._sgdol import SGDOL
 

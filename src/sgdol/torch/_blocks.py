@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ class Blocks:
     def learn(self, direction: Direction, squared: Any, gate: Gate, world: World) -> Learned:
         """Choose the step sizes of an update, and learn from its numbers.
 
-        The multiplier is taken from the learner before it observes (u, n): it must not see the gradients that it scales.
+        The multiplier is taken from the learner before it observes (u, n): it must not see the gradients it scales.
 
         Args:
             direction: d, u, n and last.
@@ -207,9 +207,9 @@ class Blocks:
         for e, entry in enumerate(layout.entries):
             if entry.coordinates:
                 place = layout.coordinates.index(e)
-                mine = [direction.u[1 + place], direction.n[1 + place], direction.d[e] * direction.scales[e]]
+                u_e, n_e, d = direction.u[1 + place], direction.n[1 + place], direction.d[e] * direction.scales[e]
                 etas.append(arrays[place] * own[place])
-                moved[e] = _coordinate_sums(arrays[place], own[place], *mine, layout.like)
+                moved[e] = _coordinate_sums(arrays[place], own[place], u_e, n_e, d, layout.like)
             else:
                 some = [next(numbered) for _ in entry.sizes]
                 etas.append(eta if not isinstance(eta, Tensor) or not eta.dim() else eta[some[0] : some[-1] + 1])
@@ -298,7 +298,7 @@ def _joined(values: list[Any], like: Any) -> Any:
 def _read(learner: Learner, owners: Sequence[dict[str, Any]], like: Tensor, gate: Gate) -> Any:
     """The learner's state of some blocks."""
     fresh = learner.initial(like)
-    keys = _keys(type(fresh))
+    keys = _keys(cast(Hashable, type(fresh)))
     if len(owners) == 1:
         values = [owners[0].get(key, value) for key, value in zip(keys, fresh, strict=True)]
         return type(fresh)(*[value.item() if gate.host else value.to(like) for value in values])
@@ -307,18 +307,19 @@ def _read(learner: Learner, owners: Sequence[dict[str, Any]], like: Tensor, gate
 
 
 @functools.cache
-def _keys(kind: Any) -> tuple[str, ...]:
+def _keys(kind: Hashable) -> tuple[str, ...]:
     """The names under which the fields of a learner's state are kept."""
-    return tuple(f"learner.{name}" for name in kind._fields)
+    fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
+    return tuple(f"learner.{name}" for name in fields)
 
 
 def _write(owners: Sequence[dict[str, Any]], new: Any, like: Tensor) -> None:
     """Keep the learner's state of some blocks."""
     if len(owners) == 1:
         table = like.new_tensor(new).unbind() if isinstance(new[0], float) else new
-        owners[0].update(zip(_keys(type(new)), table, strict=True))
+        owners[0].update(zip(_keys(cast(Hashable, type(new))), table, strict=True))
         return
-    for key, values in zip(_keys(type(new)), new, strict=True):
+    for key, values in zip(_keys(cast(Hashable, type(new))), new, strict=True):
         for owner, value in zip(owners, values.unbind(), strict=True):
             owner[key] = value
 

@@ -132,7 +132,7 @@ class Directions:
 
     def _plan_of(self, layout: Layout) -> _Plan:
         """What the options of the groups say: the plan of the last update, if they have not changed."""
-        key = [tuple(map(group.get, PLANNED)) + ("momentum_weight" in group,) for group in layout.groups]
+        key = [(*map(group.get, PLANNED), "momentum_weight" in group) for group in layout.groups]
         if self._plan is None or self._plan.layout is not layout or self._plan.key != key:
             self._plan = self._planned(layout, key)
         return self._plan

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, Never
 
 import torch
-from torch import Tensor
 
 from sgdol import free, metrics, summary
 from sgdol.averaging import weight as weight_in_average

@@ -160,7 +160,7 @@ class Operators(list[Any]):
 class _Kind(NamedTuple):
     """The parameters of one metric."""
 
-    metric: Metric
+    metric: Any
     params: list[Tensor]
     fields: list[str]
     """The names under which the parts of the metric's state are kept."""
@@ -213,8 +213,8 @@ class Metrics:
             sharded = next((p for p in group["params"] if is_sharded(p)), None)
             if sharded is not None and not is_diagonal(metric):
                 raise NotImplementedError(
-                    f"metric={metric!r} needs whole matrices, got a sharded parameter of shape {tuple(sharded.shape)}: use "
-                    'metric="rms", which works on pieces'
+                    f"metric={metric!r} needs whole matrices, got a sharded parameter of shape {tuple(sharded.shape)}: "
+                    'use metric="rms", which works on pieces'
                 )
         self.euclidean = not self._kinds
         """Whether D = 1 for all parameters."""

@@ -84,7 +84,10 @@ class HeldPair:
         n, u = layout.products(g, g, operators), layout.products(first, second, operators)
         rows = self._world().total(layout.params, torch.stack([layout.totals(n), layout.totals(u)]))
         self.pending = False
-        n, u = ([row[layout.numbered] if numbers[1:] else row, *numbers[1:]] for row, numbers in zip(rows, (n, u)))
+        n, u = (
+            [row[layout.numbered] if numbers[1:] else row, *numbers[1:]]
+            for row, numbers in zip(rows, (n, u), strict=True)
+        )
         return Gradients(2, layout, operators, g, n, u, *rows.sum(1))
 
     def _release(self, p: Tensor) -> Tensor | None:

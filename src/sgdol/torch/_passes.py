@@ -2,12 +2,9 @@
 
 A hook in front of a leaf's gradient accumulator sees what every backward brings before it is added to ``.grad`` and
 before DistributedDataParallel averages it over the ranks. Of these contributions c_1, ..., c_k only their sum
-S = ``.grad`` and Q = sum <c_i, D^-1 c_i> are needed. The first contribution *is* ``.grad`` until the second comes, so a
-loop with one backward per step pays for nothing. (Where ranks average their gradients it is not, and is measured too.)
-
-Whatever multiplies ``.grad`` afterwards (GradScaler, ``clip_grad_norm_``) multiplies the contributions: ||S||^2 is taken
-when a backward ends and again before it is used, and Q follows their ratio, which is exactly 1 if nobody wrote to
-``.grad``.
+S = ``.grad`` and Q = sum <c_i, D^-1 c_i> are needed (:mod:`sgdol.torch._contributions`). The first contribution *is*
+``.grad`` until the second comes, so a loop with one backward per step pays for nothing. (Where ranks average their
+gradients it is not, and is measured too.)
 """
 
 from __future__ import annotations
@@ -23,18 +20,14 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from sgdol.surrogate import symmetric_signal
+from sgdol.torch._contributions import Contributions, quotient, scaled
 from sgdol.torch._gradients import Gradients
-from sgdol.torch._metric import Metrics, Operators
-from sgdol.torch._vectors import Layout, Numbers, Vector, dot, sample
+from sgdol.torch._hooks import Listener, after_backward, graph_task, outermost, remove, short_hook
+from sgdol.torch._metric import Metrics
+from sgdol.torch._vectors import Layout, Numbers, Vector, sample
 from sgdol.torch._world import ORDINARY, Finder, Own, Tap, World, piece_of
 
 __all__ = ["Passes"]
-
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
-_task_id = torch._C._current_graph_task_id
-
-BENT = 1e-3
-"""By how much the squared cosine of a gradient with what it was may miss 1: rounding in bfloat16 makes 1e-5."""
 
 
 class Passes:
@@ -49,6 +42,11 @@ class Passes:
         earlier: a recorder of other parameters, whose passes this one goes on with.
     """
 
+    _counts: list[int]
+    """How many passes have reached each tensor."""
+    _known: Contributions
+    _used: bool
+
     def __init__(
         self,
         params: list[Tensor],
@@ -62,45 +60,28 @@ class Passes:
         self._make_layout, self._warn = weakref.WeakMethod(layout), weakref.WeakMethod(warn)
         self._params, self._finder, self._metrics = params, finder, metrics
         self._taps = [Tap() for _ in params]
-        self._lay_out()
         self._world: World = finder.here
+        self._lay_out()
         self._compiled = False
         self.reset()
         self.watch()
         for i, p in enumerate(self.layout.params):
             # A gradient that is there before anybody watches is one contribution. Of one that is already averaged over
             # the ranks nobody knows any more what each rank had.
-            if _dense(p) and p.requires_grad and not (self._world.reduces(p) and self._world.waits(p)):
+            if is_dense(p) and p.requires_grad and not (self._world.reduces(p) and self._world.waits(p)):
                 self._counts[i] = 1
         if earlier is not None and any(earlier._counts):
             self._go_on_from(earlier)
-        weakref.finalize(self, _remove, self._taps)
+        weakref.finalize(self, remove, self._taps)
 
     @torch.no_grad()
     def _go_on_from(self, earlier: Passes) -> None:
         """Take over what another recorder knows of the parameters that both have."""
         earlier._finish()
-        source, layout = earlier.layout, self.layout
-        counts = dict(zip(source.params, earlier._counts, strict=True))
-        self._counts = [counts.get(p, n) for p, n in zip(layout.params, self._counts, strict=True)]
-        self._used, self._late, self._world = earlier._used, earlier._late, earlier._world
-        squares = {}
-        vectors: dict[Tensor, list[Tensor]] = {}
-        for e, entry in enumerate(source.entries):
-            params = source.params[entry.start : entry.stop]
-            squares.update(dict.fromkeys(params, earlier._q.get(e)))
-            for c in earlier._c.get(e, []):
-                for p, part in zip(params, source.parts(e, c), strict=True):
-                    vectors.setdefault(p, []).append(part)
-        for e, entry in enumerate(layout.entries):
-            params = layout.params[entry.start : entry.stop]
-            if squares.get(params[0]) is not None:
-                self._q[e] = squares[params[0]]
-            count = max((len(vectors.get(p, ())) for p in params), default=0)
-            parts = [[(vectors.get(p, []) + [None] * count)[i] for p in params] for i in range(count)]
-            if count:
-                self._c[e] = [layout.copied(e, layout.entry(some, e)) for some in parts]
-        self._note()
+        counts = dict(zip(earlier.layout.params, earlier._counts, strict=True))
+        self._counts = [counts.get(p, n) for p, n in zip(self.layout.params, self._counts, strict=True)]
+        self._used, self._world = earlier._used, earlier._world
+        self._known.go_on_from(earlier._known)
 
     def _lay_out(self) -> None:
         make = self._make_layout()
@@ -110,6 +91,7 @@ class Passes:
         self._entry_of = [e for e, entry in enumerate(self.layout.entries) for _ in entry.sizes]
         self._reduces = [self._finder.here.reduces(p) for p in self.layout.params]
         self._counts = [0] * len(self.layout.params)
+        self._known = Contributions(self.layout, self._metrics)
         self._kinds = self._kinds_now()
 
     def watch(self) -> None:
@@ -117,13 +99,13 @@ class Passes:
         here = self._finder.here
         for p, tap in zip(self._params, self._taps, strict=True):
             if type(p) in ORDINARY and p.requires_grad and p.is_leaf and not here.spread:
-                tap.attach(p, _hook(self, id(p)))
+                tap.attach(p, short_hook(self, id(p)))
             else:
-                here.tap(p, tap, _Listener(self, id(p)))
+                here.tap(p, tap, Listener(self, id(p)))
 
     def remove(self) -> None:
         """Stop watching."""
-        _remove(self._taps)
+        remove(self._taps)
 
     def parameters_changed(self) -> bool:
         """True if a parameter's shape or type changed since :meth:`watch`, as when a lazy module was initialised."""
@@ -139,19 +121,14 @@ class Passes:
         """Whether gradients of passes were thrown away."""
         self.overlapping = False
         """Whether backward passes ran in several threads at the same time."""
-        self.bent = False
-        """Whether a gradient was changed, after a backward, by more than a factor."""
         self._counts = [0] * len(self.layout.params)
-        self._forget()
+        self._known.forget()
         self._clear()
 
-    def _forget(self) -> None:
-        """Nothing is known of contributions. They are kept as vectors where that is cheap, else as squares."""
-        self._c: dict[int, list[Tensor]] = {}  # the contributions to small tensors, or to all while D is not known
-        self._q: dict[int, Tensor] = {}  # <c, D^-1 c> of the other entries, summed over the contributions
-        self._left: list[tuple[Tensor, Tensor]] = []  # what the last backward left: a sample, and ||S||^2 if large
-        self._versions: list[tuple[int, int]] = []
-        self._late = False  # whether D of the step is not known before its gradients are
+    @property
+    def bent(self) -> bool:
+        """Whether a gradient was changed, after a backward, by more than a factor."""
+        return self._known.bent
 
     def _clear(self) -> None:
         """No backward is running."""
@@ -160,17 +137,16 @@ class Passes:
         self._told = False  # whether the end of the backward that is running will be told
         self._keeping = False
         self._reached: dict[int, None] = {}
-        self._own: dict[int, Tensor] = {}
-        self._lengths: dict[int, Tensor] = {}
-        self._previous: dict[int, Tensor] = {}
-        self._expected: dict[int, Tensor] = {}
+        self._own: dict[int, Tensor] = {}  # what it has brought, by tensor
+        self._lengths: dict[int, Tensor] = {}  # <c, D^-1 c> of what it has brought to large tensors
+        self._previous: dict[int, Tensor] = {}  # .grad of sharded tensors before it
+        self._expected: dict[int, Tensor] = {}  # a sample of what .grad will be, of tensors with hooks
         self._noted = False
 
     @property
     def k(self) -> int:
         """How many passes there have been."""
-        if self._open is not None:
-            self._finish()
+        self._finish()
         return max(self._counts, default=0)
 
     def unseen(self, params: Sequence[Tensor]) -> bool:
@@ -186,14 +162,14 @@ class Passes:
             self._compiled = False
             self.reset()
             raise NotImplementedError(
-                f"{name} does not run under compiled autograd, which hides from hooks where a backward() ends: switch it "
-                "off (torch._dynamo.config.compiled_autograd = False). torch.compile of the model itself is fine"
+                f"{name} does not run under compiled autograd, which hides from hooks where a backward() ends: switch "
+                "it off (torch._dynamo.config.compiled_autograd = False). torch.compile of the model itself is fine"
             )
         if self.overlapping:
             self.reset()
             raise RuntimeError(
-                "backward() ran in several threads at the same time, so that what each of them has added to .grad cannot "
-                "be told: run the backward passes of one step one after the other"
+                "backward() ran in several threads at the same time, so that what each of them has added to .grad "
+                "cannot be told: run the backward passes of one step one after the other"
             )
 
     # The gradients of a step ------------------------------------------------------------------------------------------
@@ -205,65 +181,56 @@ class Passes:
             layout: the parameters that take part.
             pooled: whether sums over all tensors are enough: numbers are Python's then.
         """
-        if self._open is not None:
-            self._finish()
+        self._finish()
         if not any(self._counts):  # gradients that were written by hand
             self._world = self._finder.world
-        watched, world = self.layout, self._world
+        watched, known = self.layout, self._known
         s = watched.gradients()
-        ratio = self._reconcile(s, final=True)
-        k = max(*self._counts, 1) * world.ranks
+        pieces = self._follow(s, final=True)
+        k = max(*self._counts, 1) * self._world.ranks
         operators = self._metrics.operators(watched, s)
-        self._adopt(s, operators)
+        known.adopt(s, self._single(), operators)
         if pooled and layout is watched:
-            left = self._left if operators.euclidean else []  # what was measured when the last backward ended
-            n = watched.total(s, s, operators, [length for _, length in left])
-            q = sum(self._entry_squares(e, operators) for e in range(len(s)))
-            u = symmetric_signal(n, q, k)
-            return Gradients(k, layout, operators, s, [n], [u], n, u)
-        n, q = watched.products(s, s, operators), self._squares(operators)
-        counts = self._counts
-        if layout is not watched:
+            total = watched.total(s, s, operators, known.lengths if operators.euclidean else ())
+            signal = symmetric_signal(total, known.total(operators), k)
+            return Gradients(k, layout, operators, s, [total], [signal], total, signal)
+        counts, q = self._counts, known.squares(operators)
+        if layout is watched:
+            n = watched.products(s, s, operators)
+        else:
             s = layout.gradients()
             operators = self._metrics.operators(layout, s)
             n = layout.products(s, s, operators)
             q = layout.remapped(watched, q, n)  # of a parameter that nobody has watched: a single contribution
-            rows = () if ratio is None else ratio
-            known = dict(zip(watched.params, zip(counts, *rows, strict=True), strict=True))
-            counts, *rows = zip(*(known.get(p, (0, *(layout.like for _ in rows))) for p in layout.params), strict=True)
-            ratio = torch.stack([torch.stack(row) for row in rows]) if rows else None
-        n, q, totals = self._over_ranks(layout, counts, n, q, ratio)
+            rows = {p: i for i, p in enumerate(watched.params)}
+            counts = [counts[rows[p]] if p in rows else 0 for p in layout.params]
+            if pieces is not None:
+                blank = torch.zeros_like(pieces[:, 0])
+                pieces = torch.stack([pieces[:, rows[p]] if p in rows else blank for p in layout.params], dim=1)
+        n, q, (square, squares) = self._over_ranks(layout, counts, n, q, pieces)
         u = [symmetric_signal(a, b, k) for a, b in zip(n, q, strict=True)]
-        return Gradients(k, layout, operators, s, n, u, totals[0], symmetric_signal(*totals, k))
+        return Gradients(k, layout, operators, s, n, u, square, symmetric_signal(square, squares, k))
 
-    def _entry_squares(self, e: int, operators: Operators) -> float:
-        """Q of one entry, summed over its tensors."""
-        if e in self._q:
-            return self._q[e].sum().item()
-        operator = operators[e]
-        return sum(dot(c, operator.sharp(c)).item() for c in self._c.get(e, ()))
+    def _follow(self, s: Vector, *, final: bool = False) -> Tensor | None:
+        """Follow what has happened to ``.grad`` since the last backward; see :meth:`Contributions.follow`."""
+        if not any(self._counts):
+            return None
+        gone, pieces = self._known.follow(s, self._counts, self._world, final=final)
+        if any(gone):
+            self.thrown_away = True
+            self._counts = [0 if away else n for n, away in zip(self._counts, gone, strict=True)]
+        return pieces
 
-    def _squares(self, operators: Operators) -> Numbers:
-        """Q of each tensor, and of each coordinate where these have step sizes of their own."""
-        layout = self.layout
-        numbers: list[Tensor] = []
-        arrays: list[Tensor] = []
-        for e, entry in enumerate(layout.entries):
-            found = self._q.get(e)
-            for c in self._c.get(e, ()):
-                wide = layout.precision(e, c) if entry.coordinates else layout.like.dtype
-                product = c.to(wide) * operators[e].sharp(c.to(wide) if entry.coordinates else c).to(wide)
-                product = product if entry.coordinates else layout.sums(e, product)
-                found = product if found is None else found + product
-            if found is None:
-                blank = torch.zeros(entry.shape, dtype=entry.dtype, device=entry.device)
-                found = blank if entry.coordinates else layout.like.new_zeros(len(entry.sizes))
-            (arrays if entry.coordinates else numbers).append(found)
-        return [torch.cat(numbers) if numbers else layout.like.new_zeros(0), *arrays]
+    def _single(self) -> list[bool]:
+        """Which tensors have a single contribution, which is ``.grad``, or a gradient that was written by hand."""
+        if min(self._counts, default=0) > 1:
+            return [False] * len(self._counts)
+        waits = self._world.waits
+        return [n <= 1 and not (n and waits(p)) for n, p in zip(self._counts, self.layout.params, strict=True)]
 
     def _over_ranks(
-        self, layout: Layout, counts: Sequence[int], n: Numbers, q: Numbers, ratio: Tensor | None
-    ) -> tuple[Numbers, Numbers, list[Tensor]]:
+        self, layout: Layout, counts: Sequence[int], n: Numbers, q: Numbers, pieces: Tensor | None
+    ) -> tuple[Numbers, Numbers, tuple[Tensor, Tensor]]:
         """(n, Q) over all ranks, in the scale of ``.grad``, and their sums over everything.
 
         Args:
@@ -271,24 +238,24 @@ class Passes:
             counts: how many passes have reached each.
             n: of this rank's pieces.
             q: of this rank's contributions.
-            ratio: None, or [now, before], ||S||^2 of the pieces, by whose ratio over all ranks Q is still to be scaled.
+            pieces: None, or [now, before], ||S||^2 of pieces, by whose ratio over all ranks Q is still to be scaled.
         """
         world = self._world
         if world.ranks == 1 and not world.spread:
-            return n, q, [layout.totals(x).sum() for x in (n, q)]
-        rows = layout.totals(n)[None] if ratio is None else torch.cat([layout.totals(n)[None], ratio])
+            return n, q, (layout.totals(n).sum(), layout.totals(q).sum())
+        rows = layout.totals(n)[None] if pieces is None else torch.cat([layout.totals(n)[None], pieces])
         seen = rows.new_tensor([min(count, 1) for count in counts])
         shared = world.share(layout.params, Own(rows, layout.totals(q), seen, list(q[1:]), max(self._counts)))
         # A gradient that no pass made on any rank, or that nobody averages over the ranks, is a single contribution.
         alone = shared.seen == 0
         if world.spread:
             alone |= ~torch.tensor([world.averages(p) for p in layout.params], device=alone.device)
-        factor = torch.ones_like(seen) if ratio is None else _quotient(*shared.rows[1:])
+        factor = torch.ones_like(seen) if pieces is None else quotient(shared.rows[1], shared.rows[2])
         whole_n = shared.rows[0]
         whole_q = torch.where(alone, whole_n, shared.q * factor)
-        arrays = _scaled(layout, [whole_q[layout.numbered], *shared.squares], factor)[1:]
-        numbers = [[whole_n[layout.numbered], *n[1:]], [whole_q[layout.numbered], *arrays]]
-        return *numbers, [whole_n.sum(), whole_q.sum()]
+        arrays = scaled(layout, [whole_q[layout.numbered], *shared.squares], factor)[1:]
+        n, q = [whole_n[layout.numbered], *n[1:]], [whole_q[layout.numbered], *arrays]
+        return n, q, (whole_n.sum(), whole_q.sum())
 
     # While a backward runs --------------------------------------------------------------------------------------------
 
@@ -310,7 +277,7 @@ class Passes:
         """This rank's own gradient arrives in the backward that runs now, and is about to be accumulated."""
         if gradient.layout != torch.strided:
             return
-        task = _task_id()
+        task = graph_task()
         if task not in self._tasks:
             self._begin(task, index)
         if index not in self._rows:
@@ -319,18 +286,18 @@ class Passes:
         again = index in self._reached
         self._reached[index] = None
         if self._keeping:
-            # A gradient that somebody holds is copied to .grad, not moved there: DistributedDataParallel overwrites that.
+            # A gradient that somebody holds is copied to .grad, not moved there, where DistributedDataParallel writes.
             self._keep(index, gradient.detach() if gradient.requires_grad else gradient, again)
 
     def begun(self, index: int) -> None:
         """A backward has reached a sharded parameter, whose gradient comes later."""
-        task = _task_id()
+        task = graph_task()
         if task not in self._tasks:
             self._begin(task, index)
 
     def reduced(self, index: int) -> None:
         """A sharded parameter's gradient, averaged over the ranks, has been added to ``.grad``."""
-        task = _task_id()
+        task = graph_task()
         if task not in self._tasks:
             self._counts[self._rows[index]] = 0  # through a leaf that nobody told of: what was added is not known
             self._begin(task, index)
@@ -344,23 +311,24 @@ class Passes:
 
     def _keep(self, index: int, gradient: Tensor, again: bool) -> None:
         """Keep what is needed of a contribution: the gradient until the pass ends, or, of a large one, its length."""
-        p = self.layout.params[index]
+        p: Any = self.layout.params[index]
         if not self._counts[index] and not self._world.waits(p):
             return  # the first: it is .grad
-        if p._post_accumulate_grad_hooks and _dense(p) and self._world.ranks == 1 and not self._world.spread:
+        if p._post_accumulate_grad_hooks and is_dense(p) and self._world.ranks == 1 and not self._world.spread:
             # Such a hook may change .grad in the middle of a backward, where nothing else tells of it.
-            self._expected[index] = sample(piece_of(p.grad.detach(), p)) + sample(piece_of(gradient, p))  # type: ignore[union-attr]
+            self._expected[index] = sample(piece_of(p.grad.detach(), p)) + sample(piece_of(gradient, p))
         e = self._entry_of[index]
-        entry = self.layout.entries[e]
-        if self._late or entry.merged or entry.coordinates:
+        if self._known.keeps(e):
             known = self._own.get(index)
             self._own[index] = gradient if known is None else known + gradient
             return
-        c = piece_of(gradient, p).to(entry.dtype)
+        c = piece_of(gradient, p).to(self.layout.entries[e].dtype)
         length = self._metrics.operators(self.layout)[e].inner(c, c)
         if again and index in self._lengths:
             length = self._lengths[index] + length
-            self._say(SHARED)
+            warn = self._warn()
+            if warn is not None:
+                warn(SHARED)
         self._lengths[index] = length
 
     def _begin(self, task: int, index: int) -> None:
@@ -368,7 +336,7 @@ class Passes:
         if torch.compiler.is_compiling():  # compiled autograd traces this
             self._compiled = True
             return
-        call, inside = _outermost()
+        call, inside = outermost()
         if self._open is None or call is None or self._open is not call:
             self.overlapping = self.overlapping or self._overlaps(call)
             if torch.is_grad_enabled():  # create_graph=True: .grad may have a graph
@@ -386,8 +354,8 @@ class Passes:
             # The wrapper queues its wait for the all-reduce in the middle of backward: a callback that is queued by a
             # callback runs after it.
             first = close
-            close = lambda: _after_backward(first)  # noqa: E731
-        _after_backward(close)
+            close = lambda: after_backward(first)  # noqa: E731
+        after_backward(close)
 
     def _overlaps(self, call: FrameType | None) -> bool:
         """Whether a backward begins while one of another thread has not ended."""
@@ -408,19 +376,17 @@ class Passes:
             if self.layout.reshaped() is not None:
                 raise self._reshaped()
             s = self.layout.gradients()
-            # .grad.data.zero_() leaves the version as it is: then all is 0.
-            if max(self._counts) > 1 or not self._untouched() or world.spread or not any(map(_nonzero, s)):
-                self._reconcile(s)
+            self._follow(s)
         if any(self._counts):
             # The only contribution to a tensor is what is in .grad, until the second comes.
-            self._adopt(s, None if self._late else self._metrics.operators(self.layout))
+            operators = None if self._known.late else self._metrics.operators(self.layout)
+            self._known.adopt(s, self._single(), operators)
         else:
-            self._forget()
-            first = self.layout.params[self._rows.get(index, 0)]
-            self.left_over = (
-                self._used and _dense(first) and first.is_cpu and _nonzero(piece_of(first.grad.detach(), first))
-            )
-            self._late = not self._metrics.known(self.layout.params)
+            self._known.forget()
+            self._known.late = not self._metrics.known(self.layout.params)
+            if self._used:
+                first: Any = self.layout.params[self._rows.get(index, 0)]
+                self.left_over = is_dense(first) and first.is_cpu and bool(piece_of(first.grad.detach(), first).any())
         self._keeping = world.ranks > 1 or world.spread or any(self._counts)
         if world.spread:
             for i, p in enumerate(self.layout.params):
@@ -434,14 +400,13 @@ class Passes:
         with torch.no_grad():
             if not inside:
                 self._close()
-            elif (
-                self._keeping
-            ):  # the end of the outermost is told only if it brings something itself: this may be the last
-                self._note()
+            elif self._keeping:
+                # The end of the outermost is told only if it brings something itself: this may be the last.
+                self._known.note()
                 self._noted = True
 
     def _finish(self) -> None:
-        """A backward that has not told its end has ended if all it brought came from inside; else it raised half-way."""
+        """A backward that has not told its end has ended if all came from inside; else it raised half-way."""
         if self._open is not None:
             if self._told:
                 self._clear()
@@ -450,264 +415,26 @@ class Passes:
 
     def _close(self) -> None:
         """A backward has ended: what it brought is a contribution to each tensor that it has reached."""
-        layout, counts = self.layout, self._counts
         for i, expected in self._expected.items():
-            error = (sample(piece_of(layout.params[i].grad, layout.params[i])) - expected).abs().max()
-            self.bent = self.bent or bool(error > 64 * torch.finfo(expected.dtype).eps * expected.abs().max())
+            p: Any = self.layout.params[i]
+            error = (sample(piece_of(p.grad, p)) - expected).abs().max()
+            self._known.bent |= bool(error > 64 * torch.finfo(expected.dtype).eps * expected.abs().max())
         if self._keeping:
-            self._add()
+            self._known.add(self._own, self._lengths)
         for i in self._reached:
-            counts[i] += 1
-        noted, keeping = self._noted and not self._told, self._keeping
+            self._counts[i] += 1
+        if not self._noted or self._told:
+            self._known.note(measure=self._keeping)
         self._clear()
-        if keeping and not noted:
-            self._note()
-        elif not keeping:  # a first pass is not measured
-            self._versions = [_version(p) for p in layout.params]
-
-    def _add(self) -> None:
-        """Add what the pass has brought to what is known of contributions."""
-        layout = self.layout
-        for e, entry in enumerate(layout.entries):
-            if not entry.merged and entry.start in self._lengths:
-                length = self._lengths[entry.start].to(layout.like.device).reshape(1)
-                self._q[e] = self._q[e] + length if e in self._q else length
-            elif any(i in self._own for i in range(entry.start, entry.stop)):
-                c = layout.entry([self._own.get(i) for i in range(entry.start, entry.stop)], e)
-                if entry.merged or self._late:
-                    self._c.setdefault(e, []).append(layout.copied(e, c))
-                else:
-                    self._add_square(e, c, self._metrics.operators(layout))
-
-    def _add_square(self, e: int, c: Tensor, operators: Operators) -> None:
-        """Add <c, D^-1 c> of a large entry, of each coordinate if these have step sizes of their own."""
-        layout = self.layout
-        if layout.entries[e].coordinates:
-            wide = layout.precision(e, c)
-            square = c.to(wide) * operators[e].sharp(c.to(wide))
-        else:
-            square = operators[e].inner(c, c).to(layout.like.device).reshape(1)
-        self._q[e] = self._q[e] + square if e in self._q else square
-
-    def _note(self) -> None:
-        """Note what a backward has left in ``.grad``: all of small gradients; a sample and the length of large ones."""
-        layout = self.layout
-        s = layout.gradients()
-        lengths = [layout.like if entry.merged else dot(x, x) for entry, x in zip(layout.entries, s, strict=True)]
-        self._left = list(zip(layout.sample(s), lengths, strict=True))
-        self._versions = [_version(p) for p in layout.params]
-
-    # Between backwards ------------------------------------------------------------------------------------------------
-
-    def _untouched(self) -> bool:
-        """Whether ``.grad`` is what the last backward left, as far as versions tell."""
-        return self._versions == [_version(p) for p in self.layout.params]
-
-    def _reconcile(self, s: Vector, *, final: bool = False) -> Tensor | None:
-        """See what has happened to ``.grad`` since the last backward: a factor, or it has been thrown away.
-
-        Args:
-            s: what is in ``.grad``.
-            final: whether no other backward follows. Sharded pieces are then left to the sum over all ranks that follows
-                as well: returns [now, before] for it.
-        """
-        layout, world = self.layout, self._world
-        host = layout.like.device.type == "cpu"
-        if not world.spread and not self._changed(s):
-            return None
-        now = self._lengths_of(s)
-        before = self._lengths_before(now)
-        if host:
-            self.bent = self.bent or self._is_bent(s)
-        if world.spread:
-            if final and not self._late:
-                return torch.stack([now, before])
-            now, before = world.total(layout.params, torch.stack([now, before])).unbind()
-        ratio = _quotient(now, before)
-        for e, entry in enumerate(layout.entries):
-            mine = layout.spread(e, ratio[layout.rows(e)])
-            if e in self._q:
-                self._q[e] = self._q[e] * (mine.to(self._q[e]) if entry.coordinates else mine)
-            for c in self._c.get(e, ()):
-                c.mul_(mine.sqrt().to(c))
-        if host:
-            # A sum of contributions may be 0 by itself: it was thrown away if that is new.
-            single = [n == 1 and not self._left for n in self._counts]
-            rows = zip(self._counts, now.tolist(), before.tolist(), single, strict=True)
-            gone = [n > 0 == square and (was > 0 or alone) for n, square, was, alone in rows]
-            self._left = []  # it is not what the last backward left
-            if any(gone):
-                self.thrown_away = True
-                self._counts = [0 if away else n for n, away in zip(self._counts, gone, strict=True)]
-                for e, entry in enumerate(layout.entries):
-                    if any(gone[entry.start : entry.stop]):
-                        self._q.pop(e, None)
-                        kept = torch.tensor([not away for away in gone[entry.start : entry.stop]], device=entry.device)
-                        for c in self._c.get(e, ()):
-                            c.mul_(layout.spread(e, kept))
-        return None
-
-    def _changed(self, s: Vector) -> bool:
-        """Whether ``.grad`` is not what the last backward left."""
-        if not self._left:
-            return any(self._counts) and not (self._untouched() and any(map(_nonzero, s)))
-        for (kept, length), x, entry in zip(self._left, s, self.layout.entries, strict=True):
-            if kept.device.type != "cpu" or not torch.equal(kept, x if entry.merged else sample(x)):
-                return True
-            # Kernels that write without raising the version show in the sample, unless that is all 0.
-            same = entry.merged or self._versions[entry.start] == _version(self.layout.params[entry.start])
-            if not same or (not entry.merged and not kept.any() and not torch.equal(length, dot(x, x))):
-                return True
-        return False
-
-    def _lengths_of(self, s: Vector) -> Tensor:
-        """||S||^2 of each tensor, of this rank's pieces."""
-        layout = self.layout
-        rows = [
-            layout.sums(e, x.to(layout.like.dtype).square()) if entry.merged else dot(x, x).to(layout.like.device)[None]
-            for e, (entry, x) in enumerate(zip(layout.entries, s, strict=True))
-        ]
-        return torch.cat(rows)
-
-    def _lengths_before(self, now: Tensor) -> Tensor:
-        """The same of what the last backward left; that of a single contribution is what it is now."""
-        layout = self.layout
-        if not self._left:
-            return now
-        rows = [
-            layout.sums(e, kept.to(layout.like.dtype).square()) if layout.entries[e].merged else length.to(now)[None]
-            for e, (kept, length) in enumerate(self._left)
-        ]
-        return torch.cat(rows)
-
-    def _adopt(self, s: Vector, operators: Operators | None) -> None:
-        """Take what is in ``.grad`` of tensors with a single contribution, or written by hand, for that contribution."""
-        layout, world, counts = self.layout, self._world, self._counts
-        if min(counts, default=0) > 1:
-            return
-        for e, entry in enumerate(layout.entries):
-            rows = range(entry.start, entry.stop)
-            single = [counts[i] <= 1 and not (world.waits(layout.params[i]) and counts[i]) for i in rows]
-            if not any(single):
-                continue
-            if not entry.merged and not self._late:
-                self._q.pop(e, None)
-                self._add_square(e, s[e], operators)  # type: ignore[arg-type]
-            elif all(single):
-                self._c[e] = [layout.copied(e, s[e])]
-            else:
-                mask = layout.spread(e, torch.tensor(single, device=entry.device))
-                for number, c in enumerate(self._c.setdefault(e, [torch.zeros_like(s[e])])):
-                    c.copy_(torch.where(mask, s[e] if number == 0 else torch.zeros_like(c), c))
-
-    def _is_bent(self, s: Vector) -> bool:
-        """Whether any gradient is no longer a multiple of what the last backward left. Only the host looks."""
-        for e, ((old, _), new) in enumerate(zip(self._left, self.layout.sample(s), strict=False)):
-            a, b = old.double(), new.double()
-            entry = self.layout.entries[e]
-            sums = [self.layout.sums(e, x) if entry.merged else x.sum().reshape(1) for x in (a * b, a * a, b * b)]
-            cross, before, after = sums
-            if bool(((cross.square() < (1 - BENT) * before * after) | ((before == 0) & (after > 0))).any()):
-                return True
-        return False
-
-    def _say(self, message: str) -> None:
-        warn = self._warn()
-        if warn is not None:
-            warn(message)
 
 
 SHARED = (
-    "a large parameter is used in several segments of reentrant activation checkpointing, so that one backward() brought "
-    "it several gradients and the noise of this step is measured wrong. Use checkpoint(..., use_reentrant=False)."
+    "a large parameter is used in several segments of reentrant activation checkpointing, so that one backward() "
+    "brought it several gradients and the noise of this step is measured wrong. "
+    "Use checkpoint(..., use_reentrant=False)."
 )
 
 
-class _Listener:
-    """What one parameter's hooks call; does not keep the recorder alive."""
-
-    __slots__ = ("_index", "_recorder")
-
-    def __init__(self, recorder: Passes, index: int) -> None:
-        self._recorder, self._index = weakref.ref(recorder), index
-
-    def arrived(self, gradient: Tensor) -> None:
-        recorder = self._recorder()
-        if recorder is not None:
-            recorder.arrived(self._index, gradient)
-
-    def begun(self) -> None:
-        recorder = self._recorder()
-        if recorder is not None:
-            recorder.begun(self._index)
-
-    def reduced(self) -> None:
-        recorder = self._recorder()
-        if recorder is not None:
-            recorder.reduced(self._index)
-
-
-def _scaled(layout: Layout, q: Numbers, ratio: Tensor) -> Numbers:
-    """Squares, multiplied by a ratio for each tensor."""
-    factors = [ratio[layout.numbered], *(layout.spread(e, ratio[layout.rows(e)]) for e in layout.coordinates)]
-    return [a * f.to(a) for a, f in zip(q, factors, strict=True)]
-
-
-def _quotient(now: Tensor, before: Tensor) -> Tensor:
-    """By what squares have been multiplied."""
-    return torch.where(before > 0, now / torch.where(before > 0, before, 1), torch.ones_like(now))
-
-
-def _hook(recorder: Passes, key: int) -> Callable[[tuple[Tensor | None, ...]], None]:
-    """The hook of an ordinary leaf. It is called more often than anything else, so its usual way is short."""
-    reference = weakref.ref(recorder)
-
-    def hook(gradients: tuple[Tensor | None, ...]) -> None:
-        here, gradient = reference(), gradients[0]
-        if here is None or gradient is None:
-            return
-        if here._keeping or _task_id() not in here._tasks or key not in here._rows:
-            here.arrived(key, gradient)
-        else:
-            here._reached[here._rows[key]] = None
-
-    return hook
-
-
-def _version(p: Tensor) -> tuple[int, int]:
-    """Which tensor ``.grad`` is, and how often it was written to."""
-    grad = p.grad
-    return (0, 0) if grad is None else (id(grad), grad._version)
-
-
-def _dense(p: Tensor) -> bool:
+def is_dense(p: Tensor) -> bool:
+    """Whether a parameter has an ordinary gradient."""
     return p.grad is not None and p.grad.layout == torch.strided
-
-
-def _nonzero(x: Tensor) -> bool:
-    """Whether a gradient is not 0; an accelerator is not waited for."""
-    return x.device.type != "cpu" or bool(x[(slice(0, 16),) * min(x.dim(), 1)].any()) or bool(x.any())
-
-
-def _after_backward(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def _outermost() -> tuple[FrameType | None, bool]:
-    """The outermost call of autograd's engine on this thread, and whether there is another inside of it.
-
-    Reentrant checkpointing nests calls, and a graph task does not tell which other it is inside of; Python's stack does.
-    (On an accelerator hooks run in a thread of the device, whose stack begins there: reentrant segments count as passes
-    of their own.)
-    """
-    found, depth, frame = None, 0, sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _ENGINE:
-            found, depth = frame, depth + 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return found, depth > 1
-
-
-def _remove(taps: Sequence[Tap]) -> None:
-    for tap in taps:
-        tap.remove()

@@ -118,8 +118,8 @@ class Probes:
         passes = self._passes.k
         if self._passes.thrown_away:
             raise RuntimeError(
-                "gradients were set to zero between the backward passes of the closure, so that .grad is not their sum: "
-                "call opt.zero_grad() once, before the first"
+                "gradients were set to zero between the backward passes of the closure, so that .grad is not their "
+                "sum: call opt.zero_grad() once, before the first"
             )
         if passes * world.ranks < 2:
             raise RuntimeError(

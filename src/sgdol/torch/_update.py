@@ -43,7 +43,7 @@ def move(layout: Layout, direction: Direction, etas: list[Any], gate: Gate) -> N
 
 
 def _move(xs: list[Tensor], ds: list[Tensor], factor: Any, decays: Any) -> None:
-    """x <- (1 - decay) x + factor d, each rounded once."""
+    """Move tensors: x <- (1 - decay) x + factor d, each rounded once."""
     if isinstance(factor, Tensor):
         ds = list(torch._foreach_mul(ds, factor.to(ds[0])))
         factor = 1.0

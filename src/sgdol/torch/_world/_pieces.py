@@ -6,7 +6,6 @@ sums, the metric's roots) are DTensors like the parameter, so that they are shar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
