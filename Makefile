@@ -19,7 +19,7 @@ QUICK := $(PURE) tests/test_readme.py tests/torch/test_exact_vectors.py tests/to
 	tests/private
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce test test-slow test-browser test-quick test-lowest test-newest test-without-torch dist release-check docs lint bench bench-scale bench-peers bench-peers-smoke bench-peers-tables bench-same-rate bench-private fuzz clean
+.PHONY: help setup reproduce test test-slow test-browser test-quick test-lowest test-newest test-without-torch dist release-check docs lint bench bench-calls bench-scale bench-peers bench-peers-smoke bench-peers-tables bench-same-rate bench-private fuzz clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 28
@@ -84,6 +84,10 @@ lint: setup  ## ruff, mypy, pyright and the import contract
 
 bench: setup  ## cost against torch.optim.SGD, on one thread; writes benchmarks/results/
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.cost
+
+bench-calls: setup  ## how many functions and files one update enters, in both front ends
+	$(BIN)/python -m benchmarks.calls
+	$(BIN)/python -m benchmarks.calls_jax
 
 bench-scale: setup  ## how the cost grows with parameters, microbatches and ranks; writes benchmarks/results/
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scale

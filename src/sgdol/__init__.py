@@ -29,6 +29,7 @@ _MODULES = (
     "probing",
     "reference",
     "reference_free",
+    "reference_kronecker",
     "summary",
     "surrogate",
     "theory",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sgdol.torch._metric import Metrics, Operators
 from sgdol.torch._vectors import Layout, Numbers, Vector, dot, sample
-from sgdol.torch._world import World
+from sgdol.torch._world import World, is_sharded, local, piece_of
 
 __all__ = ["Contributions", "quotient", "scaled"]
 
@@ -48,6 +48,8 @@ class Contributions:
         self._left: list[tuple[Tensor, Tensor]] = []
         """What the last backward left in ``.grad``: a sample of each entry, and ||S||^2 if it is large."""
         self._versions: list[tuple[int, int]] = []
+        self._nonzero: int | None = None
+        """A tensor whose gradient is not 0 after a first backward."""
         self.late = False
         """Whether D of the step is not known before its gradients are."""
         self.bent = False
@@ -158,7 +160,9 @@ class Contributions:
         """Note what a backward has left in ``.grad``; of a first one only which tensors that are."""
         layout = self.layout
         self._versions = [_version(p) for p in layout.params]
-        if measure:
+        if not measure:
+            self._nonzero = next((i for i, p in enumerate(layout.params) if _nonzero(p)), None)
+        else:
             s = layout.gradients()
             lengths = [layout.like if entry.merged else dot(x, x) for entry, x in zip(layout.entries, s, strict=True)]
             self._left = list(zip(layout.sample(s), lengths, strict=True))
@@ -174,15 +178,19 @@ class Contributions:
         A kernel that writes without raising a tensor's version (GradScaler's) shows in the sample, unless that is all
         0; ``.grad.data.zero_()`` after a first backward shows because nothing is left.
         """
-        untouched = self._versions == [_version(p) for p in self.layout.params]
+        untouched = self._untouched()
         if not self._left:
-            return not (untouched and any(map(_nonzero, s)))
+            return not untouched or (self._nonzero is not None and not _nonzero(self.layout.params[self._nonzero]))
         for (kept, length), x, entry in zip(self._left, s, self.layout.entries, strict=True):
             if kept.device.type != "cpu" or not torch.equal(kept, x if entry.merged else sample(x)):
                 return True
             if not entry.merged and (not untouched or not kept.any()) and not torch.equal(length, dot(x, x)):
                 return True
         return False
+
+    def _untouched(self) -> bool:
+        """Whether ``.grad`` is what the last backward left, as far as versions tell."""
+        return self._versions == [_version(p) for p in self.layout.params]
 
     def follow(self, s: Vector, counts: list[int], world: World, *, final: bool) -> tuple[list[bool], Tensor | None]:
         """Follow what has happened to ``.grad`` since the last backward.
@@ -200,7 +208,9 @@ class Contributions:
         """
         layout, host = self.layout, self.layout.like.device.type == "cpu"
         none = [False] * len(counts)
-        if not world.spread and not self.changed(s):
+        # Ranks have to agree on whether they sum: what a rank sees of its own pieces is not the same for all.
+        unchanged = (not final and self._untouched()) if world.spread else not self.changed(s)
+        if unchanged:
             return none, None
         now = self._lengths_of(s)
         before = self._lengths_before(now)
@@ -282,11 +292,16 @@ def quotient(now: Tensor, before: Tensor) -> Tensor:
 
 
 def _version(p: Tensor) -> tuple[int, int]:
-    """Which tensor ``.grad`` is, and how often it was written to."""
+    """Which tensor ``.grad`` is, and how often it was written to, also behind the back of a DTensor."""
     grad: Any = p.grad
-    return (0, 0) if grad is None else (id(grad), grad._version)
+    if grad is None:
+        return 0, 0
+    return id(grad), grad._version + (local(grad)._version if is_sharded(grad) else 0)
 
 
-def _nonzero(x: Tensor) -> bool:
-    """Whether a gradient is not 0; an accelerator is not waited for."""
-    return x.device.type != "cpu" or bool(x[(slice(0, 16),) * min(x.dim(), 1)].any()) or bool(x.any())
+def _nonzero(p: Tensor) -> bool:
+    """Whether the first numbers of a gradient are not all 0; an accelerator is not waited for."""
+    grad: Any = p.grad
+    if grad is None or grad.layout != torch.strided or not grad.is_cpu:
+        return False
+    return bool(piece_of(grad.detach(), p).reshape(-1)[:16].any())

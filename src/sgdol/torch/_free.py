@@ -174,7 +174,8 @@ class SGDOLFree(WatchingOptimizer):
             self._refuse_moved()
         with super()._averaged():
             yield
-        self._remember()
+        if self._left is not None:
+            self._remember()
 
     def diagnostics(self) -> dict[str, Any]:
         """What the optimizer has learned, as plain numbers.

@@ -244,27 +244,31 @@ class Metrics:
         if not any(name in held for name in self._kind_of[p].fields):
             return not self._kind_of[p].fields  # a metric that remembers nothing needs no past
         weight = held.get("metric.weight")
-        return weight is None or weight.device.type != "cpu" or weight.item() > 0
+        return weight is None or _positive(weight)
 
     # D of a step ------------------------------------------------------------------------------------------------------
 
-    def operators(self, layout: Layout, present: Vector | None = None) -> Operators:
+    def operators(
+        self, layout: Layout, present: Vector | None = None, among: Sequence[Tensor] | None = None
+    ) -> Operators:
         """D of the coming step.
 
         Args:
-            layout: the parameters that take part.
+            layout: the parameters.
             present: the mean gradient of this step, of which D of tensors without a past is made.
+            among: the parameters that take part in the step; None for all.
         """
         known = self._made.get(id(layout))
         if known is None or known[0] is not layout:
             operators = Operators([IDENTITY] * len(layout.entries))
-            known = layout, operators if self.euclidean else self._operators(layout, present)
+            known = layout, operators if self.euclidean else self._operators(layout, present, among or layout.params)
             self._made[id(layout)] = known
         return known[1]
 
-    def _operators(self, layout: Layout, present: Vector | None) -> Operators:
+    def _operators(self, layout: Layout, present: Vector | None, among: Sequence[Tensor]) -> Operators:
         past = self._means_of_past()
-        fresh = {} if present is None else self._means_of_present(layout, present)
+        needed = present is not None and not self.known(layout.params)
+        fresh = self._means_of_present(layout, present, set(among)) if needed else {}  # type: ignore[arg-type]
         found = Operators([IDENTITY] * len(layout.entries))
         for e, entry in enumerate(layout.entries):
             params = layout.params[entry.start : entry.stop]
@@ -273,8 +277,8 @@ class Metrics:
                 continue
             overall = past.overall[self._kinds.index(kind)]
             if overall is None:
-                overall = fresh["overall", id(kind)]
-            means = [past.tensor[p] if p in past.tensor else fresh[p] for p in params]
+                overall = fresh.get(("overall", id(kind)), 1.0)  # 1 if none of them takes part
+            means = [past.tensor[p] if p in past.tensor else fresh.get(p, overall) for p in params]
             if kind.rms:
                 found[e] = self._diagonal(kind.metric, layout, e, means, overall)
             else:
@@ -341,11 +345,11 @@ class Metrics:
     def _sums_of_past(self, kind: _Kind) -> tuple[list[Tensor], Tensor]:
         """The tensors with a past, and the sums over this rank's pieces of the squares that D is made of."""
         owner = self._owner
-        if owner is not None and kind.rms and len(owner.params) == len(kind.params):
+        if owner is not None and kind.rms and self._covers(owner, kind):
             each = [owner.sums(e, owner.vector("metric.square", e)) for e in range(len(owner.entries))]
             weights = [self._state[p]["metric.weight"] for p in owner.params]
             total = each[0] if len(each) == 1 else torch.cat(each)
-            if total.device.type == "cpu":  # all are positive: there was an update, which counted
+            if total.device.type == "cpu":
                 return owner.params, total / total.new_tensor([weight.item() for weight in weights])
             divisors = torch.stack(weights).to(total)
             return owner.params, total / torch.where(divisors > 0, divisors, 1)
@@ -365,7 +369,13 @@ class Metrics:
             sums.append(mean.nan_to_num() * piece.numel())
         return params, torch.stack(sums) if sums else torch.zeros(0)
 
-    def _means_of_present(self, layout: Layout, g: Vector) -> dict[Any, Any]:
+    def _covers(self, layout: Layout, kind: _Kind) -> bool:
+        """Whether a layout has the parameters of a kind and no others, all with a past."""
+        held = [self._state.get(p, {}) for p in layout.params]
+        alike = len(layout.params) == len(kind.params) and all(self._kind_of.get(p) is kind for p in layout.params)
+        return alike and all("metric.square" in one and _positive(one["metric.weight"]) for one in held)
+
+    def _means_of_present(self, layout: Layout, g: Vector, among: set[Tensor]) -> dict[Any, Any]:
         """The mean squares of the present gradient, of each tensor, and ("overall", kind) over all of a kind."""
         squares = layout.totals(layout.products(g, g))
         squares = self._world().total(layout.params, squares[None])[0]
@@ -373,7 +383,10 @@ class Metrics:
         unit = self.unit
         found: dict[Any, Any] = {}
         for kind in self._kinds:
-            rows = [i for i, p in enumerate(layout.params) if self._kind_of.get(p) is kind and not self._has_past(p)]
+            known = self._means_of_past().tensor
+            rows = [
+                i for i, p in enumerate(layout.params) if self._kind_of.get(p) is kind and p in among and p not in known
+            ]
             params = [layout.params[i] for i in rows]
             if not params:
                 continue
@@ -470,6 +483,11 @@ class Metrics:
             for name, value in zip(kind.fields, kind.metric.initial(zero), strict=True)
             if not isinstance(value, tuple)  # what the metric does not remember of such a tensor
         }
+
+
+def _positive(weight: Tensor) -> bool:
+    """Whether a number is positive; a device is not asked."""
+    return weight.device.type != "cpu" or weight.item() > 0
 
 
 def _means(sums: Tensor, params: list[Tensor]) -> Means:

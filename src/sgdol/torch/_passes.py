@@ -188,7 +188,7 @@ class Passes:
         s = watched.gradients()
         pieces = self._follow(s, final=True)
         k = max(*self._counts, 1) * self._world.ranks
-        operators = self._metrics.operators(watched, s)
+        operators = self._metrics.operators(watched, s, layout.params)
         known.adopt(s, self._single(), operators)
         if pooled and layout is watched:
             total = watched.total(s, s, operators, known.lengths if operators.euclidean else ())
@@ -226,7 +226,7 @@ class Passes:
         if min(self._counts, default=0) > 1:
             return [False] * len(self._counts)
         waits = self._world.waits
-        return [n <= 1 and not (n and waits(p)) for n, p in zip(self._counts, self.layout.params, strict=True)]
+        return [n <= 1 and not waits(p) for n, p in zip(self._counts, self.layout.params, strict=True)]
 
     def _over_ranks(
         self, layout: Layout, counts: Sequence[int], n: Numbers, q: Numbers, pieces: Tensor | None

@@ -98,7 +98,7 @@ class SGDOL(WatchingOptimizer):
     >>> opt = SGDOL([x], lr=50.0)  # with this momentum, a constant step diverges from 38 on
     >>> for _ in range(200):
     ...     for _ in range(2):  # two independent noisy gradients of ||x||^2 / 2
-    ...         ((x * x).sum() / 2 + 0.1 * (torch.randn(2) * x).sum()).div(2).backward()
+    ...         ((1 + 0.1 * torch.randn(2)) * x * x / 2).sum().div(2).backward()
     ...     opt.step(); opt.zero_grad()
     >>> bool(opt.param_groups[0]["step_size"] < 20), bool(x.norm() < 1)
     (True, True)
@@ -291,7 +291,7 @@ class SGDOL(WatchingOptimizer):
         gradients = None
         if pending:
             gradients = pair.take(layout, pooled=pooled)
-        elif max(k, 1) * world.ranks >= 2 and not self._holds_first(k):
+        elif k * world.ranks >= 2 and not self._holds_first(k):
             gradients = passes.take(layout, pooled=pooled)
             self._warnings.taken(passes.bent, world.remarks)
         else:

@@ -44,6 +44,9 @@ SMALL = 1 << 14
 CHUNK = 1 << 18
 """Long products are taken in pieces of so many numbers: temporaries stay in the cache, and float32 sums stay exact."""
 
+TINY = 1 << 10
+"""Products of at most so many numbers are taken in float64: it costs nothing."""
+
 SAMPLE = 64
 """How many numbers of a large tensor are compared, to notice that it was changed."""
 
@@ -73,6 +76,8 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     """<a, b> as a float64 scalar on the device."""
     a, b = a.reshape(-1), b.reshape(-1)
     wide = scalar_dtype(a.device)
+    if a.numel() <= TINY and a.dtype == torch.float32:
+        return torch.dot(a.to(wide), b.to(wide))
     if a.numel() <= CHUNK:
         total = torch.dot(a, b)
     else:

@@ -29,8 +29,8 @@ class Average:
     >>> x = torch.nn.Parameter(torch.zeros(1))
     >>> opt, average = SGDOL([x], lr=0.5, momentum=0, averaging=0), Average()
     >>> for _ in range(2):
-    ...     for _ in range(2):
-    ...         (0.5 * (x - 1).square().sum() / 2).backward()
+    ...     for noise in (-0.25, 0.25):
+    ...         ((0.5 * (x - 1).square() + noise * x).sum() / 2).backward()
     ...     opt.step(); opt.zero_grad()
     >>> with average.inside(opt):
     ...     x.item()  # the mean of 0.5 and 0.75
