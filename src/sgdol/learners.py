@@ -295,8 +295,8 @@ class MeasuredCurvature:
     decrease of f: a run that converges has :math:`U/H \ge s/2`. So s stays at 1, and the optimizer is SGD with the step
     lr, as long as :math:`H \le U/\tau`, and falls as H exceeds that: where lr is too large, or where noise keeps the
     iterates from settling. A loss counts once hindsight has completed it: :math:`h_{t-1}` is made of the gradients of
-    step t, which s_t must not see. Past curvature bounds nothing ahead: there is no theorem, only that no step is
-    longer than lr.
+    step t, which s_t must not see. Past curvature bounds nothing ahead: what is proved is for quadratics alone
+    (docs/theory.md), and that no step is longer than lr.
 
     Args:
         tolerance: tau in (0, 2]: the least ratio U/H at which the step stays what it is.
