@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -21,7 +22,7 @@ __all__ = ["entered"]
 
 
 def entered(step: Callable[[], Any], package: str) -> tuple[int, int, int]:
-    """(functions, files, changes of file) of a package that a call enters; comprehensions are part of their function."""
+    """(functions, files, changes of file) of a package that a call enters; comprehensions do not count."""
     calls: list[tuple[str, str]] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -35,7 +36,7 @@ def entered(step: Callable[[], Any], package: str) -> tuple[int, int, int]:
     finally:
         sys.setprofile(None)
     files = [file for file, _ in calls]
-    return len(set(calls)), len(set(files)), sum(a != b for a, b in zip(files, files[1:], strict=False))
+    return len(set(calls)), len(set(files)), sum(a != b for a, b in pairwise(files))
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ gradients it is not, and is measured too.)
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -121,6 +122,7 @@ class Passes:
         """Whether gradients of passes were thrown away."""
         self.overlapping = False
         """Whether backward passes ran in several threads at the same time."""
+        self._calls: dict[int, FrameType | None] = {}  # of autograd's engine, by thread
         self._counts = [0] * len(self.layout.params)
         self._known.forget()
         self._clear()
@@ -338,7 +340,10 @@ class Passes:
             return
         call, inside = outermost()
         if self._open is None or call is None or self._open is not call:
-            self.overlapping = self.overlapping or self._overlaps(call)
+            # Before looking at other threads, so that of two that begin at the same time at least one sees the other.
+            self._calls[threading.get_ident()] = call
+            if self._overlaps():
+                self.overlapping = True
             if torch.is_grad_enabled():  # create_graph=True: .grad may have a graph
                 with torch.no_grad():
                     self._finish()
@@ -357,16 +362,15 @@ class Passes:
             close = lambda: after_backward(first)  # noqa: E731
         after_backward(close)
 
-    def _overlaps(self, call: FrameType | None) -> bool:
-        """Whether a backward begins while one of another thread has not ended."""
-        if call is None or not isinstance(self._open, FrameType):
-            return False
-        for frame in sys._current_frames().values():
+    def _overlaps(self) -> bool:
+        """Whether another thread is inside of a backward that has brought something."""
+        others = [call for thread, call in self._calls.items() if thread != threading.get_ident() and call is not None]
+        for frame in sys._current_frames().values() if others else ():
             there: FrameType | None = frame
-            while there is not None and there is not self._open:
+            while there is not None:
+                if any(there is call for call in others):
+                    return True
                 there = there.f_back
-            if there is not None:
-                return True
         return False
 
     def _start(self, index: int) -> None:
@@ -395,6 +399,8 @@ class Passes:
 
     def _ended(self, task: int, inside: bool) -> None:
         """A graph task has ended, after every rank's gradients have been averaged."""
+        if not inside:
+            self._calls.pop(threading.get_ident(), None)
         if task not in self._tasks:
             return
         with torch.no_grad():
