@@ -329,7 +329,7 @@ class Passes:
         if again and index in self._lengths:
             length = self._lengths[index] + length
             warn = self._warn()
-            if warn is not None:
+            if warn is not None and not self.overlapping:
                 warn(SHARED)
         self._lengths[index] = length
 
