@@ -17,8 +17,8 @@ from benchmarks.quality.tables import DEFAULT, FREE, TUNED, Summary, by_kind, co
 __all__ = ["about", "markdown", "read_information", "verdicts"]
 
 
-def about(settings: Settings, command: str) -> dict[str, Any]:
-    """Machine, versions, seeds and command, to be saved with the runs."""
+def about(settings: Settings, command: str, more: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Machine, versions, seeds and command, to be saved with the runs; ``more`` packages are named too."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -30,7 +30,7 @@ def about(settings: Settings, command: str) -> dict[str, Any]:
     return {
         "command": command,
         "machine": f"{cpu}, {platform.system()}, Python {platform.python_version()}, one thread per run",
-        "versions": {p: importlib.metadata.version(p) for p in packages},
+        "versions": {p: importlib.metadata.version(p) for p in (*packages, *more)},
         "seeds": list(settings.seeds),
         "tuning_seed": settings.tuning_seed,
         "grid": list(settings.grid),
