@@ -157,7 +157,7 @@ def learning_rates(lines: Sequence[Line]) -> list[str]:
     """Rows of a table: the tuned learning rates; a star at an edge of the grid."""
     networks = list(dict.fromkeys(r.problem for r in lines))
     tuned = list(dict.fromkeys(r.contender for r in lines if r.group == TUNED))
-    found = {(r.contender, r.problem): f"{r.learning_rate:g}{'*' if r.edge else ''}" for r in lines}
+    found = {(r.contender, r.problem): f"{r.learning_rate}{'*' if r.edge else ''}" for r in lines}
     out = [f"| | {' | '.join(networks)} |", "|---|" + "---:|" * len(networks)]
     for contender in tuned:
         out.append(f"| {contender} | {' | '.join(found.get((contender, n), '') for n in networks)} |")
