@@ -10,13 +10,12 @@ import math
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.networks import methods, problems, training
 from benchmarks.networks.methods import USUAL
 from benchmarks.networks.training import Curve, Result
 from benchmarks.quality import digest as digests
-from benchmarks.quality.harness import Part, Runs, Settings, makes, tune
+from benchmarks.quality.harness import Part, Row, Runs, Settings, digest_of, row, tune
 from benchmarks.quality.methods import Contender, Method
 from benchmarks.quality.problem import Problem
 
@@ -27,23 +26,11 @@ SMOKE = Settings(seeds=(1,), grid=(0,), extensions=0, shorten=25.0)
 
 
 @dataclass(frozen=True)
-class Line:
+class Line(Row):
     """One run that is reported: a row of the saved results."""
 
-    half: str
-    problem: str
-    kind: str
-    contender: str
-    group: str
-    method: str
-    point: str
-    learning_rate: float | None
-    """None: the method has none."""
-    edge: bool
-    """Whether the tuned learning rate is still at an edge of its grid."""
     tried: int
     """How many learning rates were tried."""
-    seed: int
     loss: float
     """On training samples at the end; the loss at the start if the run diverged."""
     start: float
@@ -68,16 +55,7 @@ LOOP = (training.run, Problem.make, Method.make)
 class Cache(Runs[Result]):
     """The runs of the larger networks."""
 
-    loop = LOOP
-
-    def train(self, problem: Problem, method: Method, seed: int, rate: float | None, budget: int) -> Result:
-        return training.run(problem, method, seed, rate, budget)
-
-    def to_json(self, result: Result) -> dict[str, Any]:
-        return result.to_json()
-
-    def from_json(self, values: dict[str, Any]) -> Result:
-        return Result.from_json(values)
+    module, loop = training, LOOP
 
 
 def half_decade(k: int) -> float:
@@ -91,23 +69,9 @@ def half_decade(k: int) -> float:
 
 def digest(problem: Problem, contender: Contender, settings: Settings) -> str:
     """What makes the lines of a contender on a network, the tuning of its learning rate included."""
-    method = contender.method.on(problem.kind)
-    tuning = {
-        "code": digests.code((tune, _score, half_decade)),
-        "usual": USUAL.get(method.name),
-        "grid": settings.grid,
-        "extensions": settings.extensions,
-        "seed": settings.tuning_seed,
-    }
-    return digests.of(
-        {
-            **makes(problem, method, settings.budget(problem), LOOP),
-            "point": contender.point,
-            "default": method.default,
-            "python": platform.python_version(),  # whose own text is some of the data
-            "tuning": tuning if contender.tuned else None,
-        }
-    )
+    tuning = {"code": digests.code((tune, _score, half_decade)), "usual": USUAL.get(contender.method.name)}
+    version = platform.python_version()  # whose own text is some of the data
+    return digest_of(problem, contender, settings, LOOP, tuning, python=version)
 
 
 def _score(result: Result, point: str) -> float:
@@ -140,17 +104,8 @@ def measure(problem: Problem, contender: Contender, folder: Path, settings: Sett
         diverged = math.isinf(_score(result, point))
         lines.append(
             Line(
-                half=problem.half,
-                problem=problem.name,
-                kind=problem.kind,
-                contender=contender.label,
-                group=contender.group,
-                method=method.name,
-                point=point,
-                learning_rate=rate,
-                edge=edge,
+                **row(problem, contender, rate, edge, seed),
                 tried=max(1, len(tried)),
-                seed=seed,
                 loss=result.start if diverged else result.curves[point].end,
                 start=result.start,
                 validation=math.inf if diverged else result.curves[point].validation,

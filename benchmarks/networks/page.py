@@ -9,8 +9,9 @@ from benchmarks.networks import tables
 from benchmarks.networks.harness import Line
 from benchmarks.networks.methods import BASELINE
 from benchmarks.networks.tables import Summary
+from benchmarks.quality.page import grouped
 from benchmarks.quality.problem import HALVES
-from benchmarks.quality.tables import DEFAULT, FREE, TUNED, factor
+from benchmarks.quality.tables import factor
 
 __all__ = ["markdown"]
 
@@ -42,33 +43,34 @@ def _number(value: float | None) -> str:
     return "" if value is None else factor(value)
 
 
+_COLUMNS = (
+    "loss", "over seeds", "worst", "on", "validation", "target hit", "evaluations to it", "seconds to it",
+    "seconds an evaluation", "rise", "extra gradients", "diverged",
+)  # fmt: skip
+
+
 def _main_table(rows: Sequence[Summary]) -> list[str]:
-    out: list[str] = []
     most = max(r.networks for r in rows)
-    for group in (FREE, DEFAULT, TUNED):
-        mine = [r for r in rows if r.group == group]
-        if not mine:
-            continue
-        out += [
-            f"**{group[0].upper()}{group[1:]}**",
-            "",
-            "| | loss | over seeds | worst | on | validation | target hit | evaluations to it | seconds to it | "
-            "seconds an evaluation | rise | extra gradients | diverged |",
-            "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+
+    def cells(r: Summary) -> tuple[str, list[str]]:
+        notes = [f"{r.networks} of {most} networks"] if r.networks < most else []
+        notes += [f"{r.at_edge} at an edge"] if r.at_edge else []
+        return ", ".join(notes), [
+            factor(r.mean),
+            f"{factor(r.low)} to {factor(r.high)}",
+            factor(r.worst),
+            r.worst_network,
+            factor(r.validation),
+            f"{r.hits} of {r.runs}",
+            _number(r.evaluations),
+            _number(r.seconds),
+            factor(r.cost),
+            factor(r.rise),
+            f"{r.extra:.0%}",
+            str(r.diverged),
         ]
-        for r in mine:
-            name = f"**{r.contender}**" if r.contender.startswith("SGDOL") else r.contender
-            notes = [f"{r.networks} of {most} networks"] * (r.networks < most) + [f"{r.at_edge} at an edge"] * bool(
-                r.at_edge
-            )
-            name += f" ({', '.join(notes)})" if notes else ""
-            out.append(
-                f"| {name} | {factor(r.mean)} | {factor(r.low)} to {factor(r.high)} | {factor(r.worst)} | "
-                f"{r.worst_network} | {factor(r.validation)} | {r.hits} of {r.runs} | {_number(r.evaluations)} | "
-                f"{_number(r.seconds)} | {factor(r.cost)} | {factor(r.rise)} | {r.extra:.0%} | {r.diverged} |"
-            )
-        out.append("")
-    return out
+
+    return grouped(rows, _COLUMNS, ["on"], cells)
 
 
 def markdown(lines: Sequence[Line], known: dict[str, Any]) -> str:

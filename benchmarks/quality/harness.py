@@ -38,7 +38,10 @@ from benchmarks.quality.methods import Contender, Method
 from benchmarks.quality.problems import Problem
 from benchmarks.quality.training import Outcome, Result
 
-__all__ = ["Cache", "Line", "Part", "Runs", "Settings", "in_order", "makes", "measure", "measure_all", "tune"]
+__all__ = [
+    "Cache", "Line", "Part", "Row", "Runs", "Settings", "digest_of", "in_order", "makes", "measure", "measure_all",
+    "row", "tune",
+]  # fmt: skip
 
 GRID = (-2, -1, 0)
 EXTENSIONS = 4
@@ -61,8 +64,8 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Line:
-    """One run that is reported: a row of the saved results."""
+class Row:
+    """What every run that is reported is a run of: the first columns of the saved results."""
 
     half: str
     problem: str
@@ -76,6 +79,12 @@ class Line:
     edge: bool
     """Whether the tuned learning rate is still at an edge of its grid."""
     seed: int
+
+
+@dataclass(frozen=True)
+class Line(Row):
+    """One run that is reported: a row of the saved results."""
+
     gap: float
     start: float
     constant: float
@@ -104,24 +113,32 @@ def makes(
     }
 
 
-def digest(problem: Problem, contender: Contender, settings: Settings) -> str:
-    """What makes the lines of a contender on a problem, the tuning of its learning rate included."""
+def digest_of(
+    problem: Problem,
+    contender: Contender,
+    settings: Settings,
+    loop: tuple[Callable[..., Any], ...],
+    tuning: dict[str, Any],
+    **more: Any,
+) -> str:
+    """What makes the lines of a contender on a problem; ``tuning`` counts if its learning rate is tuned."""
     method = contender.method.on(problem.kind)
-    tuning = {
-        "code": digests.code((tune, _score)),
-        "units": digests.units_code(),
-        "grid": settings.grid,
-        "extensions": settings.extensions,
-        "seed": settings.tuning_seed,
-    }
+    grid = {"grid": settings.grid, "extensions": settings.extensions, "seed": settings.tuning_seed}
     return digests.of(
         {
-            **makes(problem, method, settings.budget(problem)),
+            **makes(problem, method, settings.budget(problem), loop),
             "point": contender.point,
             "default": method.default,
-            "tuning": tuning if contender.tuned else None,
+            "tuning": {**tuning, **grid} if contender.tuned else None,
+            **more,
         }
     )
+
+
+def digest(problem: Problem, contender: Contender, settings: Settings) -> str:
+    """What makes the lines of a contender on a problem, the tuning of its learning rate included."""
+    tuning = {"code": digests.code((tune, _score)), "units": digests.units_code()}
+    return digest_of(problem, contender, settings, digests.TRAINING, tuning)
 
 
 # The cache ------------------------------------------------------------------------------------------------------------
@@ -131,36 +148,26 @@ R = TypeVar("R")
 
 
 class Runs(Generic[R]):
-    """Results of trainings in a folder, one file each; a kind of benchmark says how one is made and read."""
+    """Results of trainings in a folder, one file each."""
 
+    module: Any
+    """Has ``run``, which trains, and ``Result``, which it returns."""
     loop: tuple[Callable[..., Any], ...]
     """The functions whose code is a part of what names a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def train(self, problem: Problem, method: Method, seed: int, rate: float | None, budget: int) -> R:
-        """The result of one training."""
-        raise NotImplementedError
-
-    def to_json(self, result: R) -> dict[str, Any]:
-        """A result as plain values."""
-        raise NotImplementedError
-
-    def from_json(self, values: dict[str, Any]) -> R:
-        """A result from plain values."""
-        raise NotImplementedError
-
     def run(self, problem: Problem, method: Method, seed: int, rate: float | None, budget: int) -> R:
         """The result, from its file if there is one."""
         path = self.path(problem, method, seed, rate, budget)
         try:
-            return self.from_json(json.loads(path.read_text())["result"])
+            return self.module.Result.from_json(json.loads(path.read_text())["result"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             pass  # not there, or not whole: run it
-        result = self.train(problem, method, seed, rate, budget)
+        result = self.module.run(problem, method, seed, rate, budget)
         about = {"problem": problem.name, "method": method.name, "rate": rate, "seed": seed, "budget": budget}
-        self._write(path, json.dumps({"about": about, "result": self.to_json(result)}))
+        self._write(path, json.dumps({"about": about, "result": result.to_json()}))
         return result
 
     def path(self, problem: Problem, method: Method, seed: int, rate: float | None, budget: int) -> Path:
@@ -182,16 +189,7 @@ class Runs(Generic[R]):
 class Cache(Runs[Result]):
     """The runs of this suite."""
 
-    loop = digests.TRAINING
-
-    def train(self, problem: Problem, method: Method, seed: int, rate: float | None, budget: int) -> Result:
-        return training.run(problem, method, seed, rate, budget)
-
-    def to_json(self, result: Result) -> dict[str, Any]:
-        return result.to_json()
-
-    def from_json(self, values: dict[str, Any]) -> Result:
-        return Result.from_json(values)
+    module, loop = training, digests.TRAINING
 
 
 def _behaviour(method: Method) -> str:
@@ -254,6 +252,22 @@ def _rate(unit: float, k: int) -> float:
     return float(f"1e{round(math.log10(unit)) + k}")  # the decimal power itself: the same on every problem's grid
 
 
+def row(problem: Problem, contender: Contender, rate: float | None, edge: bool, seed: int) -> dict[str, Any]:
+    """The columns of :class:`Row`."""
+    return {
+        "half": problem.half,
+        "problem": problem.name,
+        "kind": problem.kind,
+        "contender": contender.label,
+        "group": contender.group,
+        "method": contender.method.name,
+        "point": contender.point,
+        "learning_rate": rate,
+        "edge": edge,
+        "seed": seed,
+    }
+
+
 def measure(problem: Problem, contender: Contender, cache: Cache, settings: Settings) -> list[Line]:
     """The reported runs of a contender on a problem: one for each seed."""
     method, point, budget = contender.method.on(problem.kind), contender.point, settings.budget(problem)
@@ -271,16 +285,7 @@ def measure(problem: Problem, contender: Contender, cache: Cache, settings: Sett
         outcome = result.outcomes[point]
         lines.append(
             Line(
-                half=problem.half,
-                problem=problem.name,
-                kind=problem.kind,
-                contender=contender.label,
-                group=contender.group,
-                method=method.name,
-                point=point,
-                learning_rate=rate,
-                edge=edge,
-                seed=seed,
+                **row(problem, contender, rate, edge, seed),
                 gap=outcome.gap,
                 start=result.start,
                 constant=result.constant,
