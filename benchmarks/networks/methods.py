@@ -2,7 +2,7 @@
 
 Where a learning rate is tuned, it is tuned per network on half decades (1, 3, 10, ...) around ``USUAL``. Tuned peers
 use no weight decay, since the training loss is compared, and warmup over 5 % of the steps followed by a cosine, but for
-Schedule-Free, whose authors recommend warmup alone. What has a default is run as it comes.
+Schedule-Free, whose authors recommend warmup alone (30 steps here). What has a default is run as it comes.
 """
 
 from __future__ import annotations
