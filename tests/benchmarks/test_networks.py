@@ -1,6 +1,7 @@
 """The larger networks build, have finite gradients and depend on the seed alone; targets and tables by hand."""
 
 import dataclasses
+import doctest
 import math
 
 import pytest
@@ -223,3 +224,10 @@ def test_the_command_measures_one_method_on_one_network_and_prints_it(tmp_path, 
 
 def test_a_smoke_run_is_short():
     assert sum(SMOKE.budget(p) for p in problems.suite()) < 500
+
+
+@pytest.mark.parametrize("module", [problems, training, harness, targets], ids=lambda module: module.__name__)
+def test_the_examples_in_the_docstrings_hold(module):
+    found = doctest.testmod(module)
+    assert found.attempted > 0
+    assert found.failed == 0
