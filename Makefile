@@ -97,7 +97,7 @@ bench-peers-smoke: setup  ## the same in two minutes, to see that it runs; write
 bench-peers-tables: setup  ## its tables and plot again, from the saved runs
 	$(BIN)/python -m benchmarks.quality tables
 
-bench-networks: setup  ## larger networks against tuned optimizers, about three hours on two cores; continues if interrupted
+bench-networks: setup  ## larger networks against tuned optimizers, about two hours on two cores; continues if interrupted
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.networks measure --half both --jobs 2
 
 bench-networks-smoke: setup  ## the same in two minutes, to see that it runs; writes results/networks-smoke/
