@@ -12,6 +12,7 @@ after every method. Both are used until the network, the method, their code or t
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,11 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             lines = [r for r in lines if (r.problem, r.contender) not in new] + found
             lines = in_order(lines, problems.suite(), [c.label for c in everyone])
             write_rows(out / RUNS, lines, Line)
-            known = about(settings, "python -m benchmarks.networks measure --half both", ("pytorch_optimizer",))
+            known = about(settings, _command(chosen), ("pytorch_optimizer",))
             (out / ABOUT).write_text(json.dumps(known, indent=1) + "\n")
         if chosen.problem or chosen.method:
             return
     _write(out)
+
+
+def _command(chosen: argparse.Namespace) -> str:
+    """What was run, without what changes no number."""
+    without = "".join(f" --without-package {p}" for p in chosen.without_package)
+    return f"python -m benchmarks.networks measure --half {chosen.half}{without}{' --smoke' * chosen.smoke}"
 
 
 def _print(lines: Sequence[Line]) -> None:
