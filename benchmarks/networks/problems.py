@@ -1,7 +1,9 @@
 """The larger networks: 1e5 to 5e5 parameters, ordinary initialisations, 500 to 2,000 batches.
 
-The halves were fixed by kind before anything was measured. The kinds of the development half are those on which
-SGDOLFree's rule has been looked at before, in other instances; those of the held-out half were never looked at.
+The halves were fixed by kind before any method was measured on them; sizes were set with AdamW at one learning rate. The
+kinds of the development half are those on which SGDOLFree's rule has been looked at before, in other instances. Of the
+held-out half, fine-tuning and telling rotations have been looked at too (a whole GPT, another network), and small
+networks of some other kinds are in the quality suite.
 
 >>> problem = get("gpt-python")
 >>> problem.half, problem.kind, problem.budget
