@@ -1,6 +1,6 @@
 """The larger networks: 1e5 to 5e5 parameters, ordinary initialisations, 500 to 2,000 batches.
 
-The halves were fixed by kind before any method was measured on them; sizes were set with AdamW at one learning rate. The
+The halves were fixed by kind before methods were compared on them; sizes were set with a few runs of AdamW. The
 kinds of the development half are those on which SGDOLFree's rule has been looked at before, in other instances. Of the
 held-out half, fine-tuning and telling rotations have been looked at too (a whole GPT, another network), and small
 networks of some other kinds are in the quality suite.
