@@ -19,7 +19,7 @@ QUICK := $(PURE) tests/test_readme.py tests/torch/test_exact_vectors.py tests/to
 	tests/private
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce test test-slow test-browser test-quick test-lowest test-newest test-without-torch dist release-check docs lint bench bench-calls bench-scale bench-peers bench-peers-smoke bench-peers-tables bench-same-rate bench-private fuzz clean
+.PHONY: help setup reproduce test test-slow test-browser test-quick test-lowest test-newest test-without-torch dist release-check docs lint bench bench-calls bench-scale bench-peers bench-peers-smoke bench-peers-tables bench-networks bench-networks-smoke bench-networks-tables bench-same-rate bench-private fuzz clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 28
@@ -100,6 +100,15 @@ bench-peers-smoke: setup  ## the same in two minutes, to see that it runs; write
 
 bench-peers-tables: setup  ## its tables and plot again, from the saved runs
 	$(BIN)/python -m benchmarks.quality tables
+
+bench-networks: setup  ## larger networks against tuned optimizers, about two hours on two cores; continues if interrupted
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.networks measure --half both --jobs 2
+
+bench-networks-smoke: setup  ## the same in two minutes, to see that it runs; writes results/networks-smoke/
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.networks measure --half both --jobs 2 --smoke
+
+bench-networks-tables: setup  ## its tables again, from the saved runs
+	$(BIN)/python -m benchmarks.networks tables
 
 bench-same-rate: setup  ## SGDOL beside SGD at the same learning rate, at a third and at three times it
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.same_rate

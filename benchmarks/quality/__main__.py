@@ -18,40 +18,16 @@ import shlex
 import sys
 from pathlib import Path
 
-from benchmarks.quality import figure, harness, methods, page, problems, tables
+from benchmarks.quality import commands, figure, harness, methods, page, problems, tables
+from benchmarks.quality.commands import RESULTS
 from benchmarks.quality.harness import Settings
 
-RESULTS = Path(__file__).parents[1] / "results"
 SMOKE = Settings(seeds=(1,), grid=(-1,), extensions=0, shorten=20.0)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="measure | tables | list")
-    measure = commands.add_parser("measure", help="run what is missing, save it, and write the tables")
-    measure.add_argument("--half", choices=[*problems.HALVES, "both"], required=True, help="of the problems")
-    measure.add_argument("--jobs", type=int, default=1, help="processes, of one thread each (default 1)")
-    measure.add_argument(
-        "--smoke",
-        action="store_true",
-        help="one problem of each kind, one seed, one learning rate, a twentieth of the budgets",
-    )
-    measure.add_argument("--cache", type=Path, default=RESULTS / ".quality", help="folder of the single runs")
-    measure.add_argument("--problem", action="append", help="only this one; may be repeated; prints, saves nothing")
-    measure.add_argument("--method", action="append", help="only this one; may be repeated; prints, saves nothing")
-    measure.add_argument(
-        "--without-package", action="append", default=[], help="keep the saved lines of its optimizers as they are"
-    )
-    measure.add_argument("--fresh", action="store_true", help="use no saved line, only --cache")
-    tabulate = commands.add_parser("tables", help="write the tables and the plot from the saved runs")
-    for command in (measure, tabulate):
-        command.add_argument(
-            "--out", type=Path, help=f"folder of what is saved (default {RESULTS.name}/ beside the code)"
-        )
-    commands.add_parser("list", help="show the problems and the methods")
-    chosen = parser.parse_args(arguments)
+    smoke = "one problem of each kind, one seed, one learning rate, a twentieth of the budgets"
+    chosen = commands.parse("benchmarks.quality", __doc__, smoke, ".quality", arguments)
     if chosen.command == "list":
         _list()
     elif chosen.command == "tables":
@@ -64,15 +40,8 @@ def _measure(chosen: argparse.Namespace) -> None:
     settings = SMOKE if chosen.smoke else Settings()
     out: Path = chosen.out or (Path("results") / "quality-smoke" if chosen.smoke else RESULTS)
     everyone = methods.contenders()
-    contenders = [
-        c
-        for c in everyone
-        if c.method.package not in chosen.without_package and c.method.name in (chosen.method or [c.method.name])
-    ]
-    missing = set(chosen.method or []) - {c.method.name for c in contenders}
-    if missing:
-        raise SystemExit(f"--method: not known or not installed: {', '.join(sorted(missing))}; see `list`")
-    for half in problems.HALVES if chosen.half == "both" else (chosen.half,):
+    contenders = commands.chosen_contenders(everyone, chosen)
+    for half in commands.halves(chosen):
         whole = [p for p in problems.suite() if p.half == half]
         if chosen.smoke and not chosen.problem:  # one of each kind
             whole = list({p.kind: p for p in reversed(whole)}.values())[::-1]

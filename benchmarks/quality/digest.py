@@ -21,10 +21,12 @@ from benchmarks.quality import data, training
 from benchmarks.quality.methods import Method
 from benchmarks.quality.problem import Problem
 
-__all__ = ["code", "of", "problem_code", "reached", "source", "training_code", "units_code"]
+__all__ = ["code", "of", "problem_code", "reached", "source", "units_code"]
 
-PACKAGE = __package__
+PACKAGE = __package__.partition(".")[0] + "."
+"""Where all benchmarks are: their functions may call those of another."""
 TRAINING = (training.run, Problem.make, Method.make)
+"""The training loop, how a problem gets its seeds, and how an optimizer is made."""
 
 
 def of(value: Any) -> str:
@@ -48,7 +50,7 @@ def source(thing: Any) -> str:
 
 
 def reached(roots: Iterable[Any]) -> dict[str, str]:
-    """Functions and classes, and all of this package that they refer to: what each is, by its name."""
+    """Functions and classes, and all of the benchmarks that they refer to: what each is, by its name."""
     found: dict[str, str] = {}
     waiting = list(roots)
     while waiting:
@@ -109,11 +111,6 @@ def _names(function: types.CodeType) -> Iterator[str]:
     for constant in function.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
-
-
-def training_code() -> str:
-    """Of the training loop, of how a problem gets its seeds, and of how an optimizer is made."""
-    return code(TRAINING)
 
 
 def units_code() -> str:

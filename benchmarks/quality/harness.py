@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -38,7 +38,10 @@ from benchmarks.quality.methods import Contender, Method
 from benchmarks.quality.problems import Problem
 from benchmarks.quality.training import Outcome, Result
 
-__all__ = ["Cache", "Line", "Settings", "measure", "measure_all"]
+__all__ = [
+    "Cache", "Line", "Part", "Row", "Runs", "Settings", "digest_of", "in_order", "makes", "measure", "measure_all",
+    "row", "tune",
+]  # fmt: skip
 
 GRID = (-2, -1, 0)
 EXTENSIONS = 4
@@ -61,8 +64,8 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Line:
-    """One run that is reported: a row of the saved results."""
+class Row:
+    """What every run that is reported is a run of: the first columns of the saved results."""
 
     half: str
     problem: str
@@ -76,6 +79,12 @@ class Line:
     edge: bool
     """Whether the tuned learning rate is still at an edge of its grid."""
     seed: int
+
+
+@dataclass(frozen=True)
+class Line(Row):
+    """One run that is reported: a row of the saved results."""
+
     gap: float
     start: float
     constant: float
@@ -89,12 +98,14 @@ class Line:
     """Of what made it; a saved line with another one is run again."""
 
 
-def _makes(problem: Problem, method: Method, budget: int) -> dict[str, Any]:
-    """What makes the numbers of a method on a problem, but for the seed and the learning rate."""
+def makes(
+    problem: Problem, method: Method, budget: int, loop: tuple[Callable[..., Any], ...] = digests.TRAINING
+) -> dict[str, Any]:
+    """What makes the numbers of a method on a problem, but for the seed and the learning rate; ``loop`` trains."""
     return {
         "problem": problem.specification(),
         "problem code": digests.problem_code(problem),
-        "training code": digests.training_code(),
+        "training code": digests.code(loop),
         "method": method.specification(),
         "budget": budget,
         "torch": torch.__version__,
@@ -102,50 +113,67 @@ def _makes(problem: Problem, method: Method, budget: int) -> dict[str, Any]:
     }
 
 
-def digest(problem: Problem, contender: Contender, settings: Settings) -> str:
-    """What makes the lines of a contender on a problem, the tuning of its learning rate included."""
+def digest_of(
+    problem: Problem,
+    contender: Contender,
+    settings: Settings,
+    loop: tuple[Callable[..., Any], ...],
+    tuning: dict[str, Any],
+    **more: Any,
+) -> str:
+    """What makes the lines of a contender on a problem; ``tuning`` counts if its learning rate is tuned."""
     method = contender.method.on(problem.kind)
-    tuning = {
-        "code": digests.code((tune, _score)),
-        "units": digests.units_code(),
-        "grid": settings.grid,
-        "extensions": settings.extensions,
-        "seed": settings.tuning_seed,
-    }
+    grid = {"grid": settings.grid, "extensions": settings.extensions, "seed": settings.tuning_seed}
     return digests.of(
         {
-            **_makes(problem, method, settings.budget(problem)),
+            **makes(problem, method, settings.budget(problem), loop),
             "point": contender.point,
             "default": method.default,
-            "tuning": tuning if contender.tuned else None,
+            "tuning": {**tuning, **grid} if contender.tuned else None,
+            **more,
         }
     )
+
+
+def digest(problem: Problem, contender: Contender, settings: Settings) -> str:
+    """What makes the lines of a contender on a problem, the tuning of its learning rate included."""
+    tuning = {"code": digests.code((tune, _score)), "units": digests.units_code()}
+    return digest_of(problem, contender, settings, digests.TRAINING, tuning)
 
 
 # The cache ------------------------------------------------------------------------------------------------------------
 
 
-class Cache:
-    """Results in a folder, one file each."""
+R = TypeVar("R")
+
+
+class Runs(Generic[R]):
+    """Results of trainings in a folder, one file each."""
+
+    module: Any
+    """Has ``run``, which trains, and ``Result``, which it returns."""
+    loop: tuple[Callable[..., Any], ...]
+    """The functions whose code is a part of what names a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def run(self, problem: Problem, method: Method, seed: int, rate: float | None, budget: int) -> Result:
+    def run(self, problem: Problem, method: Method, seed: int, rate: float | None, budget: int) -> R:
         """The result, from its file if there is one."""
         path = self.path(problem, method, seed, rate, budget)
         try:
-            return Result.from_json(json.loads(path.read_text())["result"])
+            return self.module.Result.from_json(json.loads(path.read_text())["result"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             pass  # not there, or not whole: run it
-        result = training.run(problem, method, seed, rate, budget)
+        result = self.module.run(problem, method, seed, rate, budget)
         about = {"problem": problem.name, "method": method.name, "rate": rate, "seed": seed, "budget": budget}
         self._write(path, json.dumps({"about": about, "result": result.to_json()}))
         return result
 
     def path(self, problem: Problem, method: Method, seed: int, rate: float | None, budget: int) -> Path:
         """The file of a run."""
-        key = {**_makes(problem, method, budget), "rate": None if rate is None else rate.hex(), "seed": seed}
+        made_by = makes(problem, method, budget, self.loop)
+        key = {**made_by, "rate": None if rate is None else rate.hex(), "seed": seed}
         name = problem.name.replace(" ", "_").replace("*", "x")
         return self.folder / method.name / f"{name}-{digests.of(key)}.json"
 
@@ -156,6 +184,12 @@ class Cache:
         with os.fdopen(handle, "w") as file:
             file.write(text)
         os.replace(name, path)
+
+
+class Cache(Runs[Result]):
+    """The runs of this suite."""
+
+    module, loop = training, digests.TRAINING
 
 
 def _behaviour(method: Method) -> str:
@@ -218,6 +252,22 @@ def _rate(unit: float, k: int) -> float:
     return float(f"1e{round(math.log10(unit)) + k}")  # the decimal power itself: the same on every problem's grid
 
 
+def row(problem: Problem, contender: Contender, rate: float | None, edge: bool, seed: int) -> dict[str, Any]:
+    """The columns of :class:`Row`."""
+    return {
+        "half": problem.half,
+        "problem": problem.name,
+        "kind": problem.kind,
+        "contender": contender.label,
+        "group": contender.group,
+        "method": contender.method.name,
+        "point": contender.point,
+        "learning_rate": rate,
+        "edge": edge,
+        "seed": seed,
+    }
+
+
 def measure(problem: Problem, contender: Contender, cache: Cache, settings: Settings) -> list[Line]:
     """The reported runs of a contender on a problem: one for each seed."""
     method, point, budget = contender.method.on(problem.kind), contender.point, settings.budget(problem)
@@ -235,16 +285,7 @@ def measure(problem: Problem, contender: Contender, cache: Cache, settings: Sett
         outcome = result.outcomes[point]
         lines.append(
             Line(
-                half=problem.half,
-                problem=problem.name,
-                kind=problem.kind,
-                contender=contender.label,
-                group=contender.group,
-                method=method.name,
-                point=point,
-                learning_rate=rate,
-                edge=edge,
-                seed=seed,
+                **row(problem, contender, rate, edge, seed),
                 gap=outcome.gap,
                 start=result.start,
                 constant=result.constant,
@@ -262,20 +303,63 @@ def measure(problem: Problem, contender: Contender, cache: Cache, settings: Sett
 # All of it ------------------------------------------------------------------------------------------------------------
 
 
-def _measure_method(name: str, labels: Sequence[str], method: str, folder: Path, settings: Settings) -> list[Line]:
+class Reported(Protocol):
+    """What is known of a row of any saved results."""
+
+    @property
+    def problem(self) -> str: ...
+    @property
+    def contender(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+
+
+L = TypeVar("L", bound=Reported)
+
+
+@dataclass(frozen=True)
+class Part(Generic[L]):
+    """A part of the benchmark, as functions that other processes can import."""
+
+    problem: Callable[[str], Problem]
+    contenders: Callable[[], list[Contender]]
+    measure: Callable[[Problem, Contender, Path, Settings], list[L]]
+    """The reported runs of a contender on a problem; a folder keeps the single runs."""
+    digest: Callable[[Problem, Contender, Settings], str]
+    loss: Callable[[L], float]
+    """Of a reported run, to show while it goes on."""
+
+
+def _measure_in(problem: Problem, contender: Contender, folder: Path, settings: Settings) -> list[Line]:
+    return measure(problem, contender, Cache(folder), settings)
+
+
+def _gap(line: Line) -> float:
+    return line.gap
+
+
+QUALITY: Part[Line] = Part(problems.get, methods.contenders, _measure_in, digest, _gap)
+
+
+def _measure_method(
+    part: Part[L], name: str, labels: Sequence[str], method: str, folder: Path, settings: Settings
+) -> list[L]:
     """In a worker: everything that one method does on one problem, since its contenders share runs."""
     torch.set_num_threads(1)
-    problem, cache = problems.get(name), Cache(folder)
-    chosen = [c for c in methods.contenders() if c.label in labels and c.method.name == method]
-    return [line for contender in chosen for line in measure(problem, contender, cache, settings)]
+    chosen = [c for c in part.contenders() if c.label in labels and c.method.name == method]
+    return [line for contender in chosen for line in part.measure(part.problem(name), contender, folder, settings)]
 
 
-def still_good(saved: Iterable[Line], problem: Problem, contender: Contender, settings: Settings) -> list[Line]:
+def _still_good(
+    part: Part[L], saved: Iterable[L], problem: Problem, contender: Contender, settings: Settings
+) -> list[L]:
     """The saved lines of a contender on a problem if nothing that makes them has changed; otherwise none."""
     mine = [line for line in saved if (line.problem, line.contender) == (problem.name, contender.label)]
     if sorted(line.seed for line in mine) != sorted(settings.seeds):
         return []
-    expected = digest(problem, contender, settings)
+    expected = part.digest(problem, contender, settings)
     return mine if all(line.digest == expected for line in mine) else []
 
 
@@ -285,40 +369,41 @@ def measure_all(
     folder: Path,
     settings: Settings,
     jobs: int = 1,
-    saved: Sequence[Line] = (),
+    saved: Sequence[L] = (),
     report: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
-) -> list[Line]:
+    part: Part[L] = QUALITY,  # type: ignore[assignment]
+) -> list[L]:
     """The reported runs of all contenders on all problems, in the order of both, whatever ran first.
 
     Those of ``saved`` that are still good are not run again.
     """
-    lines: list[Line] = []
+    lines: list[L] = []
     missing: dict[tuple[str, str], list[str]] = {}
-    known: dict[str, list[Line]] = {}
+    known: dict[str, list[L]] = {}
     for line in saved:
         known.setdefault(line.problem, []).append(line)
     for problem, contender in itertools.product(suite, chosen):
-        kept = still_good(known.get(problem.name, []), problem, contender, settings)
+        kept = _still_good(part, known.get(problem.name, []), problem, contender, settings)
         lines += kept
         if not kept:
             missing.setdefault((problem.name, contender.method.name), []).append(contender.label)
-    tasks = [(problem, wanted, method, folder, settings) for (problem, method), wanted in missing.items()]
+    tasks = [(part, problem, wanted, method, folder, settings) for (problem, method), wanted in missing.items()]
     report(f"{len(lines)} saved runs are still good; {len(tasks)} methods are to be run on a problem")
     for done, (task, found) in enumerate(_results(tasks, jobs), start=1):
         lines += found
-        gaps = [line.gap for line in found]
-        report(f"{done}/{len(tasks)} {task[0]}: {task[2]}, gaps {min(gaps):.2g} to {max(gaps):.2g}")
+        losses = [part.loss(line) for line in found]
+        report(f"{done}/{len(tasks)} {task[1]}: {task[3]}, losses {min(losses):.2g} to {max(losses):.2g}")
     return in_order(lines, suite, [c.label for c in chosen])
 
 
-def in_order(lines: Iterable[Line], suite: Sequence[Problem], labels: Sequence[str]) -> list[Line]:
+def in_order(lines: Iterable[L], suite: Sequence[Problem], labels: Sequence[str]) -> list[L]:
     """As the problems and the contenders stand; what is of neither is left out."""
     place, rank = ({name: i for i, name in enumerate(names)} for names in ([p.name for p in suite], labels))
     known = [line for line in lines if line.problem in place and line.contender in rank]
     return sorted(known, key=lambda r: (place[r.problem], rank[r.contender], r.seed))
 
 
-def _results(tasks: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[tuple[tuple[Any, ...], list[Line]]]:
+def _results(tasks: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
     if jobs <= 1:
         for task in tasks:
             yield task, _measure_method(*task)

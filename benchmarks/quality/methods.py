@@ -48,7 +48,8 @@ class Method:
     """The documented default learning rate; None: there is none, or the method has no learning rate."""
     parts: int = 1
     """In how many microbatches it takes a batch."""
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["constant", "cosine", "warmup-cosine"] = "constant"
+    """How the learning rate goes on; ``warmup-cosine`` is known to the larger networks only."""
     averaging: Literal["none", "harness", "optimizer", "dog"] = "none"
     """Who keeps the average: nobody, the harness, the optimizer (``averaged()``) or dog's PolynomialDecayAverager."""
     modes: bool = False

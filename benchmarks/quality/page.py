@@ -5,20 +5,20 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from benchmarks.quality.harness import Line, Settings
 from benchmarks.quality.methods import OURS, OURS_FREE
 from benchmarks.quality.problem import HALVES
 from benchmarks.quality.tables import DEFAULT, FREE, TUNED, Summary, by_kind, complete, effects, factor, summarise
 
-__all__ = ["about", "markdown", "read_information", "verdicts"]
+__all__ = ["about", "grouped", "markdown", "read_information", "verdicts"]
 
 
-def about(settings: Settings, command: str) -> dict[str, Any]:
-    """Machine, versions, seeds and command, to be saved with the runs."""
+def about(settings: Settings, command: str, more: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Machine, versions, seeds and command, to be saved with the runs; ``more`` packages are named too."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -30,7 +30,7 @@ def about(settings: Settings, command: str) -> dict[str, Any]:
     return {
         "command": command,
         "machine": f"{cpu}, {platform.system()}, Python {platform.python_version()}, one thread per run",
-        "versions": {p: importlib.metadata.version(p) for p in packages},
+        "versions": {p: importlib.metadata.version(p) for p in (*packages, *more)},
         "seeds": list(settings.seeds),
         "tuning_seed": settings.tuning_seed,
         "grid": list(settings.grid),
@@ -39,29 +39,60 @@ def about(settings: Settings, command: str) -> dict[str, Any]:
     }
 
 
-def _main_table(rows: Sequence[Summary]) -> list[str]:
+class _Named(Protocol):
+    @property
+    def group(self) -> str: ...
+    @property
+    def contender(self) -> str: ...
+
+
+N = TypeVar("N", bound=_Named)
+
+
+def grouped(
+    rows: Sequence[N], columns: Sequence[str], left: Sequence[str], cells: Callable[[N], tuple[str, list[str]]]
+) -> list[str]:
+    """A table for each group, by what has to be tuned; SGDOL's rows are bold.
+
+    Args:
+        rows: in their order within a group.
+        columns: their headings.
+        left: those columns that are not aligned to the right.
+        cells: a note behind the name of a row, and what stands under the columns.
+    """
     out: list[str] = []
     for group in (FREE, DEFAULT, TUNED):
         mine = [r for r in rows if r.group == group]
         if not mine:
             continue
-        out += [
-            f"**{group[0].upper()}{group[1:]}**",
-            "",
-            "| | geometric mean | over seeds | worst | on | failed | validation rank | accuracy | extra gradients | "
-            "diverged |",
-            "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|",
-        ]
+        aligned = "|".join("---" if c in left else "---:" for c in columns)
+        out += [f"**{group[0].upper()}{group[1:]}**", "", f"| | {' | '.join(columns)} |", f"|---|{aligned}|"]
         for r in mine:
             name = f"**{r.contender}**" if r.contender.startswith("SGDOL") else r.contender
-            note = f" ({r.at_edge} at an edge)" if r.at_edge else ""
-            out.append(
-                f"| {name}{note} | {factor(r.geometric_mean)} | {factor(r.low)} to {factor(r.high)} | "
-                f"{factor(r.worst)} | {r.worst_problem} | {r.failed} | {r.rank:.1f} | {r.accuracy:.3f} | "
-                f"{r.extra:.0%} | {r.diverged} of {r.runs} |"
-            )
+            note, values = cells(r)
+            out.append(f"| {name}{note and f' ({note})'} | {' | '.join(values)} |")
         out.append("")
     return out
+
+
+_COLUMNS = (
+    "geometric mean", "over seeds", "worst", "on", "failed", "validation rank", "accuracy", "extra gradients",
+    "diverged",
+)  # fmt: skip
+
+
+def _cells(r: Summary) -> tuple[str, list[str]]:
+    return f"{r.at_edge} at an edge" if r.at_edge else "", [
+        factor(r.geometric_mean),
+        f"{factor(r.low)} to {factor(r.high)}",
+        factor(r.worst),
+        r.worst_problem,
+        str(r.failed),
+        f"{r.rank:.1f}",
+        f"{r.accuracy:.3f}",
+        f"{r.extra:.0%}",
+        f"{r.diverged} of {r.runs}",
+    ]
 
 
 WITHIN = 1.2
@@ -151,7 +182,11 @@ def markdown(lines: Sequence[Line], information: dict[str, dict[str, Any]]) -> s
             continue
         rows = summarise(mine, half)
         what = "used to choose defaults" if half == "development" else "run only to report"
-        out += [f"## The {half} half: {rows[0].problems} problems, {what}", "", *_main_table(rows)]
+        out += [
+            f"## The {half} half: {rows[0].problems} problems, {what}",
+            "",
+            *grouped(rows, _COLUMNS, ["on"], _cells),
+        ]
         if partial:
             out += [f"Left out, because not run on all problems: {', '.join(partial)}.", ""]
         out += [*verdicts(rows), ""]

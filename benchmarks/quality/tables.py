@@ -21,7 +21,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from benchmarks.quality.harness import Line
 from benchmarks.quality.methods import OURS, OURS_FREE
@@ -29,8 +29,10 @@ from benchmarks.quality.problem import KINDS, NETWORKS, Half
 
 __all__ = [
     "DEFAULT", "FREE", "TUNED", "Summary", "by_kind", "complete", "effects", "factor", "failed", "geometric_mean",
-    "ranks", "ratios", "read_runs", "summarise", "write_runs", "write_summary",
+    "ranks", "ratios", "read_rows", "read_runs", "summarise", "write_rows", "write_runs", "write_summary",
 ]  # fmt: skip
+
+K = TypeVar("K")
 
 TUNED = "learning rate tuned per problem"
 DEFAULT = "learning rate at its documented default"
@@ -42,24 +44,34 @@ LEARNED = 0.99
 # Saved runs -----------------------------------------------------------------------------------------------------------
 
 
-def write_runs(path: Path, lines: Iterable[Line]) -> None:
-    """One row per reported run."""
+def write_rows(path: Path, lines: Iterable[Any], kind: type) -> None:
+    """One row for each line, which is a dataclass ``kind`` of plain values."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([f.name for f in dataclasses.fields(Line)])
+        writer.writerow([f.name for f in dataclasses.fields(kind)])
         for line in lines:
             values = dataclasses.astuple(line)
             writer.writerow(["" if v is None else f"{v:.8g}" if isinstance(v, float) else v for v in values])
 
 
-def read_runs(path: Path) -> list[Line]:
-    """What :func:`write_runs` wrote."""
-    hints = get_type_hints(Line)
+def read_rows(path: Path, kind: type[K]) -> list[K]:
+    """What :func:`write_rows` wrote."""
+    hints = get_type_hints(kind)
     with path.open(newline="") as file:
         return [
-            Line(**{name: _parse(value, hints[name]) for name, value in row.items()}) for row in csv.DictReader(file)
+            kind(**{name: _parse(value, hints[name]) for name, value in row.items()}) for row in csv.DictReader(file)
         ]
+
+
+def write_runs(path: Path, lines: Iterable[Line]) -> None:
+    """One row per reported run."""
+    write_rows(path, lines, Line)
+
+
+def read_runs(path: Path) -> list[Line]:
+    """What :func:`write_runs` wrote."""
+    return read_rows(path, Line)
 
 
 def _parse(text: str, kind: Any) -> Any:

@@ -16,7 +16,7 @@ from benchmarks.quality.methods import AVERAGING_POWER, Method
 from benchmarks.quality.objectives import Evaluation
 from benchmarks.quality.problem import FLOOR, Instance, Problem
 
-__all__ = ["Outcome", "Result", "run"]
+__all__ = ["Loop", "Outcome", "Result", "run"]
 
 
 @dataclass(frozen=True)
@@ -197,3 +197,6 @@ class _Training:
                 for p, a in zip(self.params, average, strict=True):
                     p.copy_(a)  # the last point has been evaluated before
             yield
+
+
+Loop = _Training  # under a public name; its own is a part of what names saved runs

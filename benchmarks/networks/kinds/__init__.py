@@ -1,0 +1,1 @@
+"""The larger networks, one module per field."""
