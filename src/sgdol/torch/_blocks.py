@@ -22,7 +22,7 @@ from sgdol.learners import Learner, uses_hindsight
 from sgdol.surrogate import loss
 from sgdol.torch._direction import Direction
 from sgdol.torch._gate import Gate
-from sgdol.torch._vectors import Layout, as_number, size
+from sgdol.torch._vectors import Layout, as_number, dot, size
 from sgdol.torch._world import World
 
 __all__ = ["GRANULARITIES", "Blocks", "Granularity", "Learned", "share"]
@@ -326,10 +326,16 @@ def _write(owners: Sequence[dict[str, Any]], new: Any, like: Tensor) -> None:
 
 def _coordinate_sums(s: Tensor, rate: Any, u: Tensor, n: Tensor, d: Tensor, like: Tensor) -> Tensor:
     """Over an entry: the surrogate loss, lr u, lr n, ||d||^2, and the squared length of the move."""
-    # In float64, whose range squares of float32 need.
-    s, u, n, d = (values.to(like.dtype) for values in (s, u, n, d))
-    rows = (rate * loss(s, u, n, 1.0), rate * u, rate * n, d.square(), (s * d * rate).square())
-    return torch.stack([row.sum() for row in rows]).to(like.device)
+    wide, moved = like.dtype, s * d.to(s.dtype)
+    losses = dot(s * s, n) / 2 - dot(s, u)
+    rows = (
+        rate * losses,
+        rate * u.sum(dtype=wide),
+        rate * n.sum(dtype=wide),
+        dot(d, d),
+        rate * rate * dot(moved, moved),
+    )
+    return torch.stack([row.to(like) for row in rows])
 
 
 def _representable(alpha: Any, dtype: torch.dtype) -> Any:
