@@ -192,13 +192,16 @@ class Passes:
         k = max(*self._counts, 1) * self._world.ranks
         operators = self._metrics.operators(watched, s, layout.params)
         known.adopt(s, self._single(), operators)
+        lengths = (
+            known.lengths if operators.euclidean else []
+        )  # ||S||^2 of large tensors, as the last backward left them
         if pooled and layout is watched:
-            total = watched.total(s, s, operators, known.lengths if operators.euclidean else ())
+            total = watched.total(s, s, operators, lengths)
             signal = symmetric_signal(total, known.total(operators), k)
             return Gradients(k, layout, operators, s, [total], [signal], total, signal)
         counts, q = self._counts, known.squares(operators)
         if layout is watched:
-            n = watched.products(s, s, operators)
+            n = watched.products(s, s, operators, lengths)
         else:
             s = layout.gradients()
             operators = self._metrics.operators(layout, s)

@@ -319,13 +319,16 @@ class Layout:
             0, self._index[e], values.to(self.like.dtype)
         )
 
-    def products(self, a: Vector, b: Vector, operators: Sequence[Any] | None = None) -> Numbers:
+    def products(
+        self, a: Vector, b: Vector, operators: Sequence[Any] | None = None, known: Sequence[Tensor] = ()
+    ) -> Numbers:
         """<a, D^-1 b> of each tensor, and a D^-1 b of each coordinate where these have step sizes of their own.
 
         Args:
             a: a vector.
             b: another.
             operators: D of each entry (:mod:`sgdol.torch._metric`); None for D = 1.
+            known: the product of each large entry, if it is known already.
         """
         numbers, arrays = [], []
         for e, entry in enumerate(self.entries):
@@ -340,7 +343,7 @@ class Layout:
                 wide_x = x.to(self.like.dtype)
                 numbers.append(self.sums(e, wide_x * (wide_x if x is y else y.to(self.like.dtype))))
             else:
-                product = dot(x, y) if operators is None else operators[e].inner(x, y)
+                product = known[e] if known else dot(x, y) if operators is None else operators[e].inner(x, y)
                 numbers.append(product.to(self.like.device).reshape(1))
         if not numbers:
             numbers.append(self.like.new_zeros(0))
