@@ -296,6 +296,8 @@ def _version(p: Tensor) -> tuple[int, int]:
     grad: Any = p.grad
     if grad is None:
         return 0, 0
+    if type(grad) is Tensor:
+        return id(grad), grad._version
     return id(grad), grad._version + (local(grad)._version if is_sharded(grad) else 0)
 
 

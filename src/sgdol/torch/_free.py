@@ -323,9 +323,8 @@ class SGDOLFree(WatchingOptimizer):
     def _evaluator(self) -> Probes:
         if self._probes is None:
             assert self._passes is not None
-            assert self._finder is not None
             sign = -1.0 if self.param_groups[0]["maximize"] else 1.0
-            self._probes = Probes(self._params(), self._passes, self._finder, sign, self._taking_part, self._settings)
+            self._probes = Probes(self._params(), self._passes, sign, self._taking_part, self._settings)
         return self._probes
 
     def _assemble(self) -> None:

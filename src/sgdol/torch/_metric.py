@@ -222,6 +222,7 @@ class Metrics:
         self._owner: Layout | None = None  # the layout that the last update had, whose vectors the state is
         self._past: _Past | None = None
         self._made: dict[int, tuple[Layout, Operators]] = {}
+        self._known: dict[int, tuple[Sequence[Tensor], bool]] = {}
 
     def merges(self, group: dict[str, Any]) -> bool:
         """Whether small tensors of a group may lie end to end: the metric treats every coordinate on its own."""
@@ -229,14 +230,18 @@ class Metrics:
 
     def forget(self) -> None:
         """What is remembered has changed."""
-        self._past, self._made = None, {}
+        self._past, self._made, self._known = None, {}, {}
 
     def known(self, params: Sequence[Tensor]) -> bool:
         """Whether D of the coming step is known before its gradients are."""
         if self.euclidean:
             return True
-        past = self._means_of_past().tensor
-        return all(p in past or p not in self._kind_of for p in params)
+        known = self._known.get(id(params))  # by the list itself, which a layout keeps: tensors are slow to look up
+        if known is None or known[0] is not params:
+            past = self._means_of_past().tensor
+            known = params, all(p in past or p not in self._kind_of for p in params)
+            self._known[id(params)] = known
+        return known[1]
 
     def _has_past(self, p: Tensor) -> bool:
         """Whether a gradient of the parameter has been seen. A device is not asked for the number of them."""

@@ -128,6 +128,11 @@ class Passes:
         self._clear()
 
     @property
+    def world(self) -> World:
+        """The world in which the last backward ran."""
+        return self._world
+
+    @property
     def bent(self) -> bool:
         """Whether a gradient was changed, after a backward, by more than a factor."""
         return self._known.bent

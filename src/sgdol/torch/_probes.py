@@ -21,7 +21,6 @@ from sgdol.torch._metric import EUCLID, Operators
 from sgdol.torch._passes import Passes
 from sgdol.torch._rerun import Rerun
 from sgdol.torch._vectors import Layout, Vector
-from sgdol.torch._world import Finder
 
 __all__ = ["Evaluation", "Probes", "loss_of"]
 
@@ -55,7 +54,6 @@ class Probes:
     Args:
         params: all parameters.
         passes: records the backward passes.
-        finder: knows who shares the parameters.
         sign: 1 to descend, -1 to ascend.
         layout_of: the layout of the parameters that take part, once a closure has left gradients: a method.
         settings: the constants.
@@ -65,12 +63,11 @@ class Probes:
         self,
         params: list[Tensor],
         passes: Passes,
-        finder: Finder,
         sign: float,
         layout_of: Callable[[], Layout],
         settings: Settings,
     ) -> None:
-        self._passes, self._finder, self._sign = passes, finder, sign
+        self._passes, self._sign = passes, sign
         self._layout_of, self._settings = weakref.WeakMethod(layout_of), settings
         self._params = params
         self._rerun = Rerun({p.device for p in self._params})
@@ -114,7 +111,7 @@ class Probes:
         """What the last call left, which returned this loss."""
         layout_of = self._layout_of()
         assert layout_of is not None
-        layout, world = layout_of(), self._finder.world
+        layout, world = layout_of(), self._passes.world
         passes = self._passes.k
         if self._passes.thrown_away:
             raise RuntimeError(
@@ -140,7 +137,7 @@ class Probes:
     def _elsewhere(self, now: Evaluation) -> Iterator[tuple[Vector, list[bool]]]:
         """Inside, the parameters may be moved; afterwards they are back, with their gradients, unless that is said."""
         x, gradients, stays = now.layout.point(), [(p, p.grad) for p in self._params], [False]
-        if self._finder.world.ranks > 1:
+        if self._passes.world.ranks > 1:
             gradients = [(p, None if g is None else g.clone()) for p, g in gradients]
         try:
             yield x, stays
@@ -234,7 +231,7 @@ class Probes:
 
     def products(self, layout: Layout, *pairs: tuple[Vector, Vector]) -> list[float]:
         """<a, b> of pairs of vectors, over all tensors and ranks."""
-        world = self._finder.world
+        world = self._passes.world
         if not world.spread:
             return [layout.total(a, b, EUCLID) for a, b in pairs]
         rows = torch.stack([layout.totals(layout.products(a, b)) for a, b in pairs])

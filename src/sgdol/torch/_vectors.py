@@ -189,7 +189,9 @@ class Layout:
     def entry(self, tensors: Sequence[Tensor | None], e: int) -> Tensor:
         """One entry of such a vector, from the tensors that lie in it."""
         entry = self.entries[e]
-        found = [self._piece(tensor, entry.start + i) for i, tensor in enumerate(tensors)]
+        found: Any = tensors
+        if not self.plain or set(map(type, tensors)) != {Tensor}:
+            found = [self._piece(tensor, entry.start + i) for i, tensor in enumerate(tensors)]
         if entry.merged:
             return torch._C._nn.flatten_dense_tensors(found)  # of a single tensor it is a view
         return found[0] if found[0].dtype == entry.dtype else found[0].to(entry.dtype)

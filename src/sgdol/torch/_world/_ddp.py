@@ -99,9 +99,12 @@ class Unwrapped(World):
         )
 
 
+AVAILABLE = dist.is_available()
+
+
 def several() -> bool:
     """Whether there are other ranks."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return AVAILABLE and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def check_counts(sums: Tensor, ranks: int) -> None:
