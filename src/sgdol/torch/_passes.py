@@ -197,9 +197,8 @@ class Passes:
         k = max(*self._counts, 1) * self._world.ranks
         operators = self._metrics.operators(watched, s, layout.params)
         known.adopt(s, self._single(), operators)
-        lengths = (
-            known.lengths if operators.euclidean else []
-        )  # ||S||^2 of large tensors, as the last backward left them
+        # ||S||^2 of large tensors was measured when the last backward ended, and is known not to have changed since.
+        lengths = known.lengths if operators.euclidean and not self._world.spread else []
         if pooled and layout is watched:
             total = watched.total(s, s, operators, lengths)
             signal = symmetric_signal(total, known.total(operators), k)
