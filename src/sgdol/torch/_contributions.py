@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgdol.torch._metric import Metrics, Operators
+from sgdol.torch._metric import Metrics
+from sgdol.torch._operators import Operators
 from sgdol.torch._vectors import Layout, Numbers, Vector, dot, sample
 from sgdol.torch._world import World, is_sharded, local, piece_of
 

@@ -22,7 +22,7 @@ from sgdol._numbers import where
 from sgdol.surrogate import momentum_signal
 from sgdol.torch._gate import Gate
 from sgdol.torch._gradients import Gradients
-from sgdol.torch._metric import EUCLID, Operators
+from sgdol.torch._operators import EUCLID, Operators
 from sgdol.torch._vectors import Layout, Numbers, Vector, as_number, dot
 from sgdol.torch._world import World
 

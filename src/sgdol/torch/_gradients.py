@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sgdol.torch._metric import Operators
+from sgdol.torch._operators import Operators
 from sgdol.torch._vectors import Layout, Numbers, Vector
 
 __all__ = ["Gradients"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sgdol import free, probing
 from sgdol.free import Settings, State
-from sgdol.torch._metric import EUCLID, Operators
+from sgdol.torch._operators import EUCLID, Operators
 from sgdol.torch._passes import Passes
 from sgdol.torch._rerun import Rerun
 from sgdol.torch._vectors import Layout, Vector
