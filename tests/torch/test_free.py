@@ -922,3 +922,29 @@ def test_ranks_are_the_parts_of_one_process(tmp_path):
     assert ranks[0]["report"]["gradients"] == report["gradients"] == WORLD
     for name in ("updates", "evaluations", "rejections", "rollbacks"):
         assert ranks[0]["report"][name] == report[name], name
+
+
+def test_a_parameter_that_joins_later_is_looked_back_at_where_it_was():
+    """Its first average, which the guard asks, and its first last point, which a look-back asks, are its own value."""
+    old, late = (nn.Parameter(torch.full((3,), 5.0, dtype=torch.float64)) for _ in range(2))
+    opt, seen = SGDOLFree([old, late]), []
+    for t in range(40):
+        generator = torch.Generator().manual_seed(t)
+        noise = torch.randn(2, 2, 3, generator=generator, dtype=torch.float64)
+        jump = 100.0 if t == 30 else 1.0  # the guard asks the average
+
+        def closure(t=t, noise=noise, jump=jump):
+            opt.zero_grad()
+            seen.append((t, *late.tolist()))
+            losses = [((old - 4).square().sum() / 2 + n[0] @ old) * jump / 2 for n in noise]
+            if t >= 30:
+                losses = [
+                    a + ((late - 4).square().sum() / 2 + n[1] @ late) / 2 for a, n in zip(losses, noise, strict=True)
+                ]
+            for loss in losses:
+                loss.backward()
+            return sum(losses)
+
+        opt.step(closure)
+    assert [x for t, *x in seen if t == 30] == [[5.0] * 3] * 2
+    assert [5.0] * 3 in [x for t, *x in seen if t == 31]

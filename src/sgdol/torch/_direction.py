@@ -195,9 +195,7 @@ def _advanced(
             square = a.to(wide) * sharp.to(wide)
             d.append(sharp)
             for found, product in zip(arrays if entry.coordinates else numbers, (cross, square), strict=True):
-                found.append(
-                    product if entry.coordinates else product.sum()[None] if pooled else layout.sums(e, product)
-                )
+                found.append(product if entry.coordinates else layout.sums(e, product))
         else:
             if a is b:
                 sharp, product = operator.sharp(b), operator.inner(b, b)

@@ -318,7 +318,10 @@ class SGDOLFree(WatchingOptimizer):
         """A vector that is kept; each parameter's state holds its part of it."""
         layout = self._layout
         assert layout is not None
-        return [layout.vector(name, e) for e in range(len(layout.entries))]
+        fill: Vector | None = None
+        if name in ("average", "previous") and not layout.keeps(name):  # a parameter that is new begins where it is
+            fill = layout.gather([p.detach() for p in layout.params])
+        return [layout.vector(name, e, None if fill is None else fill[e]) for e in range(len(layout.entries))]
 
     def _evaluator(self) -> Probes:
         if self._probes is None:

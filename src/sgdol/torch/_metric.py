@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sgdol._numbers import ratio
 from sgdol.metrics import RMS, Euclidean, Means, Metric, is_diagonal, is_scale_free
 from sgdol.torch._gate import Gate
 from sgdol.torch._operators import IDENTITY, Diagonal, Opaque, Operators
@@ -301,14 +302,20 @@ class Metrics:
             return None
         total = layout.like
         for e, operator in enumerate(self.operators(layout)):
-            p = layout.params[layout.entries[e].start]
-            kind = self._kind_of[p]
-            if kind.rms:
-                product = dot(layout.vector("metric.square", e), operator.inverse.expand(layout.entries[e].shape))
-                total = total + product / self._state[p]["metric.weight"].to(product)
-            else:
-                zero = torch.zeros(layout.entries[e].shape, dtype=layout.entries[e].dtype, device=p.device)
-                total = total + kind.metric.past_square(self._memory(kind, p, zero), operator.made).to(total)
+            entry = layout.entries[e]
+            params = layout.params[entry.start : entry.stop]
+            kind = self._kind_of[params[0]]
+            if not kind.rms:
+                zero = torch.zeros(entry.shape, dtype=entry.dtype, device=entry.device)
+                total = total + kind.metric.past_square(self._memory(kind, params[0], zero), operator.made).to(total)
+                continue
+            weights = [self._state.get(p, {}).get("metric.weight", layout.like) for p in params]
+            v = layout.entry([self._state.get(p, {}).get("metric.square") for p in params], e)
+            inverse = operator.inverse.expand(entry.shape)
+            if all(weight == weights[0] for weight in weights):
+                total = total + ratio(dot(v, inverse), weights[0], 0.0)
+            else:  # tensors that joined later have seen less, or nothing
+                total = total + ratio(layout.sums(e, v * inverse), torch.stack(weights), 0.0).sum()
         total = self._world().total(layout.params[:1], total.reshape(1, 1)) if self._world().spread else total
         return math.sqrt(total.item()) / self.unit
 

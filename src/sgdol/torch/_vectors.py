@@ -174,8 +174,12 @@ class Layout:
         self._kept: dict[tuple[str, int], Tensor] = {}
         self._precisions: dict[int, torch.dtype] = {}
         self._starts = [np.cumsum([0, *entry.sizes[:-1]]) for entry in self.entries]
-        self._index = {i: torch.repeat_interleave(torch.arange(len(entry.sizes)), torch.tensor(entry.sizes))
-                       .to(entry.device) for i, entry in enumerate(self.entries) if entry.merged}  # fmt: skip
+        # Which tensor each coordinate of a merged entry belongs to; on the host numpy's reduceat and repeat do without.
+        self._index = {
+            e: torch.repeat_interleave(torch.arange(len(entry.sizes)), torch.tensor(entry.sizes)).to(entry.device)
+            for e, entry in enumerate(self.entries)
+            if entry.merged and entry.device.type != "cpu"
+        }
 
     # Tensors and vectors ----------------------------------------------------------------------------------------------
 
@@ -284,6 +288,10 @@ class Layout:
         if kept is None:
             kept = self._kept[name, e] = self._kept_entry(name, e, fill)
         return kept
+
+    def keeps(self, name: str) -> bool:
+        """Whether all entries of a vector have been made by :meth:`vector`."""
+        return all((name, e) in self._kept for e in range(len(self.entries)))
 
     def holds(self, name: str, e: int) -> bool:
         """Whether the state of any parameter of an entry has this name."""
