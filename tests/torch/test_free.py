@@ -948,3 +948,25 @@ def test_a_parameter_that_joins_later_is_looked_back_at_where_it_was():
         opt.step(closure)
     assert [x for t, *x in seen if t == 30] == [[5.0] * 3] * 2
     assert [5.0] * 3 in [x for t, *x in seen if t == 31]
+
+
+@pytest.mark.parametrize("metric", ["rms", "adagrad", "kronecker"])
+def test_a_parameter_that_joins_later_counts_as_one_whose_gradients_were_zero(metric):
+    """As it is in optax, where every parameter has a gradient: its squares are divided by the weight of all updates."""
+    torch.manual_seed(0)
+    first, late = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    opt = SGDOLFree([*first.parameters(), *late.parameters()], metric=metric)
+    for t in range(30):
+        x = batch(t)[:, :4]
+
+        def closure(x=x, deep=t >= 25):
+            opt.zero_grad()
+            losses = [(late(first(part)) if deep else first(part)).square().mean() / 2 for part in x.chunk(2)]
+            for value in losses:
+                value.backward()
+            return sum(losses)
+
+        opt.step(closure)
+    weights = [opt.state[p]["metric.weight"].item() for p in (*first.parameters(), *late.parameters())]
+    assert weights == [weights[0]] * 4
+    assert weights[0] > 20

@@ -312,7 +312,10 @@ class SGDOLFree(WatchingOptimizer):
         if not any(p.grad is not None for p in params):
             raise RuntimeError("the closure left no gradient in any parameter: it has to call backward() itself")
         self._refuse_sparse(params)
-        return self._layout_of(members)
+        layout = self._layout_of(members)
+        if not self._metrics.known(layout.params) and self._rule().updates:
+            self._metrics.join(layout)
+        return layout
 
     def _vector(self, name: str) -> Vector:
         """A vector that is kept; each parameter's state holds its part of it."""

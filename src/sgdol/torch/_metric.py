@@ -354,6 +354,21 @@ class Metrics:
         self.forget()
         self._means_of_past()  # by all ranks together, not when a backward first asks
 
+    def join(self, layout: Layout) -> None:
+        """Let tensors without a past join those that have one as if their gradients had been 0 so far."""
+        past = self._means_of_past().tensor
+        new = [p for p in layout.params if p in self._kind_of and p not in past]
+        for p in new:
+            kind = self._kind_of[p]
+            other = next((self._state[q] for q in kind.params if q in past), None)
+            if other is not None:
+                numbers = {name: other[name] for name in kind.fields if name in other and not other[name].dim()}
+                state = {**self.blank(p), **{name: number.clone() for name, number in numbers.items()}}
+                self._state[p].update(state)
+        if new:
+            self._owner = None
+            self.forget()
+
     def blank(self, param: Tensor) -> dict[str, Tensor]:
         """What the metric remembers of a parameter before any update, by its name in the optimizer's state."""
         kind = self._kind_of.get(param)
