@@ -19,7 +19,7 @@ QUICK := $(PURE) tests/test_readme.py tests/torch/test_exact_vectors.py tests/to
 	tests/private
 
 .DEFAULT_GOAL := help
-.PHONY: help setup reproduce test test-slow test-browser test-quick test-lowest test-newest test-without-torch dist release-check docs lint bench bench-calls bench-scale bench-peers bench-peers-smoke bench-peers-tables bench-networks bench-networks-smoke bench-networks-tables bench-same-rate bench-private fuzz clean
+.PHONY: help setup reproduce test test-slow test-browser test-quick test-lowest test-newest test-without-torch dist release-check docs lint bench bench-free bench-calls bench-scale bench-peers bench-peers-smoke bench-peers-tables bench-networks bench-networks-smoke bench-networks-tables bench-same-rate bench-batch-norm bench-weight-decay bench-private fuzz clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 28
@@ -85,6 +85,9 @@ lint: setup  ## ruff, mypy, pyright and the import contract
 bench: setup  ## cost against torch.optim.SGD, on one thread; writes benchmarks/results/
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.cost
 
+bench-free: setup  ## cost of SGDOLFree against AdamW, and memory, on one thread; writes benchmarks/results/
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.free_cost
+
 bench-calls: setup  ## how many functions and files one update enters, in both front ends
 	$(BIN)/python -m benchmarks.calls
 	$(BIN)/python -m benchmarks.calls_jax
@@ -112,6 +115,12 @@ bench-networks-tables: setup  ## its tables again, from the saved runs
 
 bench-same-rate: setup  ## SGDOL beside SGD at the same learning rate, at a third and at three times it
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.same_rate
+
+bench-batch-norm: setup  ## SGDOL beside SGD at the same learning rates, on CNNs with and without BatchNorm
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.batch_norm
+
+bench-weight-decay: setup  ## SGDOLFree's weight decay beside AdamW's, on few samples
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.weight_decay
 
 bench-private: setup  ## accuracy under differential privacy; continues if interrupted
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.private measure

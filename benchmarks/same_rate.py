@@ -3,7 +3,7 @@
     make bench-same-rate
 
 The rates are those that benchmarks.quality tuned for SGD + momentum, from its saved runs (tuning seed 0); the seeds
-are those that it reports on. SGDOL's lr is the same step: torch's over 1 - 0.9. Ratios of gaps are paired by problem
+are those that it reports on. Ratios of gaps are paired by problem
 and seed.
 """
 
@@ -46,7 +46,7 @@ def main() -> None:
             ratios: dict[str, list[float]] = {"last": [], "average": []}
             for seed in SEEDS:
                 constant = run(problem, get_method("sgd"), seed, rate * factor)
-                learned = run(problem, get_method("sgdol"), seed, rate * factor * 10)
+                learned = run(problem, get_method("sgdol"), seed, rate * factor)
                 for point, found in ratios.items():
                     found.append(learned.outcomes[point].gap / constant.outcomes[point].gap)
             for point, found in ratios.items():

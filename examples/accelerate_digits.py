@@ -23,7 +23,7 @@ loader = DataLoader(TensorDataset(images[train], labels[train]), batch_size=16, 
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
-opt = SGDOL(model.parameters(), lr=0.5)
+opt = SGDOL(model.parameters(), lr=0.05)
 model, prepared, loader = accelerator.prepare(model, opt, loader)
 monitor = StepSizeMonitor(accelerator, every=47)  # and to accelerator's trackers, if it has any
 accelerator.register_for_checkpointing(monitor)

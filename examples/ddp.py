@@ -26,14 +26,14 @@ loader = DataLoader(data, batch_size=16, sampler=sampler)
 
 net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
 model = DistributedDataParallel(net)
-loss_fn = torch.nn.CrossEntropyLoss()
-opt = SGDOL(model.parameters(), lr=0.5)
+criterion = torch.nn.CrossEntropyLoss()
+opt = SGDOL(model.parameters(), lr=0.05)
 
 for epoch in range(5):
     sampler.set_epoch(epoch)
     for x, y in loader:
         opt.zero_grad()
-        loss_fn(model(x), y).backward()
+        criterion(model(x), y).backward()
         opt.step()
     if dist.get_rank() == 0:
         accuracy = (net(images[test]).argmax(1) == labels[test]).float().mean()

@@ -26,7 +26,7 @@ train, test = order.split([1500, len(images) - 1500])
 data = TensorDataset(images[train], labels[train])
 sampler: DistributedSampler = DistributedSampler(data)  # each rank its own batches
 loader = DataLoader(data, batch_size=16, sampler=sampler)
-loss_fn = torch.nn.CrossEntropyLoss()
+criterion = torch.nn.CrossEntropyLoss()
 
 
 def build() -> tuple[torch.nn.Module, SGDOL]:
@@ -35,7 +35,7 @@ def build() -> tuple[torch.nn.Module, SGDOL]:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     fully_shard(model[0])
     fully_shard(model)
-    return model, SGDOL(model.parameters(), lr=0.5)
+    return model, SGDOL(model.parameters(), lr=0.05)
 
 
 def run(model: torch.nn.Module, opt: SGDOL, epoch: int) -> None:
@@ -43,7 +43,7 @@ def run(model: torch.nn.Module, opt: SGDOL, epoch: int) -> None:
     sampler.set_epoch(epoch)
     for x, y in loader:
         for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
-            (loss_fn(model(part), target) / 2).backward()
+            (criterion(model(part), target) / 2).backward()
         opt.step()
         opt.zero_grad()
     with torch.no_grad():

@@ -52,7 +52,7 @@ def accuracy(trainer: Trainer) -> float:
         return (model(images[test]).logits.argmax(1) == labels[test]).float().mean().item()
 
 
-trainer = train_with(SGDOL, lr=0.5)
+trainer = train_with(SGDOL, lr=0.05)
 for row in trainer.state.log_history:  # sgdol.plot(trainer.state.log_history) draws it
     if "loss" in row:
         sizes = row["sgdol/step_size/0"], row["sgdol/gradients"]

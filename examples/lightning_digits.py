@@ -33,7 +33,7 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer as everywhere else."""
-        return SGDOLFree(self.parameters()) if self.free else SGDOL(self.parameters(), lr=0.5)
+        return SGDOLFree(self.parameters()) if self.free else SGDOL(self.parameters(), lr=0.05)
 
 
 def accuracy(model: Classifier) -> float:

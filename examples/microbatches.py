@@ -18,13 +18,13 @@ train, test = torch.randperm(len(images)).split([1500, len(images) - 1500])
 loader = DataLoader(TensorDataset(images[train], labels[train]), batch_size=32, shuffle=True, drop_last=True)
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
-loss_fn = torch.nn.CrossEntropyLoss()
-opt = SGDOL(model.parameters(), lr=0.5)
+criterion = torch.nn.CrossEntropyLoss()
+opt = SGDOL(model.parameters(), lr=0.05)
 
 for epoch in range(10):
     for inputs, targets in loader:
         for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
-            (loss_fn(model(x), y) / 2).backward()
+            (criterion(model(x), y) / 2).backward()
         opt.step()
         opt.zero_grad()
     accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean()

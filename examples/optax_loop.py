@@ -31,7 +31,7 @@ params = {
     "w2": jax.random.normal(second, (64, 10)) / 8,
     "b2": jnp.zeros(10),
 }
-optimizer = sgdol(learning_rate=0.5, averaging=8)
+optimizer = sgdol(learning_rate=0.05, averaging=8)
 state = optimizer.init(params)
 
 

@@ -32,7 +32,7 @@ def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 params = {"w": jnp.zeros((64, 10)), "b": jnp.zeros(10)}
-optimizer = sgdol(learning_rate=2.0, axis_name="data")
+optimizer = sgdol(learning_rate=0.2, axis_name="data")
 state = optimizer.init(params)
 
 

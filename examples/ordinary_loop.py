@@ -1,7 +1,7 @@
 """An ordinary training loop: SGDOL for torch.optim.SGD, and ``backward`` for the two lines of loss and backward.
 
 ``sgdol.torch.backward`` runs each batch in two halves, whose gradients tell signal from noise; it costs what one
-backward costs. lr is that of SGD with momentum divided by 1 - momentum: 0.05 there is 0.5 here.
+backward costs. lr is that of SGD with momentum 0.9.
 """
 
 import torch
@@ -19,7 +19,7 @@ train, test = torch.randperm(len(images)).split([1500, len(images) - 1500])
 loader = DataLoader(TensorDataset(images[train], labels[train]), batch_size=32, shuffle=True)
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
-opt = sgdol.SGDOL(model.parameters(), lr=0.5)
+opt = sgdol.SGDOL(model.parameters(), lr=0.05)
 
 
 def loss_fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ train, test = torch.randperm(len(images)).split([1500, len(images) - 1500])
 loader = DataLoader(TensorDataset(images[train], labels[train]), batch_size=250)
 
 model = torch.nn.Linear(64, 10)
-loss_fn = torch.nn.CrossEntropyLoss()
+criterion = torch.nn.CrossEntropyLoss()
 epochs = 20
 engine = PrivacyEngine(accountant="rdp")
 # On inputs of length 1, softmax regression with 10 classes starts with a curvature of at most 1/10 (1/5 with the bias).
@@ -41,7 +41,7 @@ optimizer = PrivateSGDOL(optimizer)
 
 for epoch in range(epochs):
     for inputs, targets in loader:
-        loss_fn(model(inputs), targets).backward()
+        criterion(model(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
     if epoch % 5 == 4:

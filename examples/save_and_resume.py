@@ -18,7 +18,7 @@ def build() -> tuple[torch.nn.Module, SGDOL]:
     """The model and its optimizer, as at the start of a program."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
-    return model, SGDOL(model.parameters(), lr=0.5)
+    return model, SGDOL(model.parameters(), lr=0.05)
 
 
 def train(model: torch.nn.Module, opt: SGDOL, start: int, stop: int) -> None:

@@ -21,7 +21,7 @@ groups = [
     {"params": model[0].parameters(), "name": "first layer"},
     {"params": model[2].parameters(), "name": "last layer"},
 ]
-opt = sgdol.SGDOL(groups, lr=0.5, granularity="group")
+opt = sgdol.SGDOL(groups, lr=0.05, granularity="group")
 with SummaryWriter(folder) as writer:
     log = sgdol.torch.Log(writer, every=10)
     for _ in range(500):

@@ -1,16 +1,15 @@
 """No learning rate and no smoothness constant: SGDOLFree measures what it needs. Experimental.
 
-The closure evaluates one batch in two halves and returns its loss. It is called once per step, and about every tenth
-step once more, at the point before the last step: so the batch is drawn outside.
+backward() runs the two halves of a batch and leaves how to run them again: about every tenth step does that, at the
+point before the last step.
 """
-
-from functools import partial
 
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
 from sgdol import SGDOLFree
+from sgdol.torch import backward
 
 torch.manual_seed(0)
 digits = load_digits()
@@ -22,25 +21,16 @@ loader = DataLoader(TensorDataset(images[train], labels[train]), batch_size=32, 
 model = torch.nn.Sequential(
     torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 10)
 )
-loss_fn = torch.nn.CrossEntropyLoss()
+criterion = torch.nn.CrossEntropyLoss()
 opt = SGDOLFree(model.parameters())
-
-
-def backward(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The loss of the batch, in two halves: two independent gradients."""
-    opt.zero_grad()
-    total = torch.zeros(())
-    for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
-        loss = loss_fn(model(x), y) / 2
-        loss.backward()
-        total += loss.detach()
-    return total
 
 
 for epoch in range(10):
     model.train()
     for inputs, targets in loader:
-        opt.step(partial(backward, inputs, targets))
+        backward(lambda x, y: criterion(model(x), y), inputs, targets)
+        opt.step()
+        opt.zero_grad()
     with opt.averaged():  # evaluate, and save, the averaged weights
         torch.optim.swa_utils.update_bn(images[train].split(500), model)
         model.eval()

@@ -1,4 +1,4 @@
-"""Draw docs/unknown_smoothness.png: what a guess of M that is too small costs, with a proof and without.
+"""Draw docs/explanation/unknown_smoothness.png: what a guess of M that is too small costs, with a proof and without.
 
     python scripts/draw_unknown_smoothness.py
 
@@ -28,7 +28,7 @@ import matplotlib.pyplot as plt
 Vector = NDArray[np.float64]
 Oracle = Callable[[Vector], Vector]
 
-FIGURE = Path(__file__).parents[1] / "docs" / "unknown_smoothness.png"
+FIGURE = Path(__file__).parents[1] / "docs" / "explanation" / "unknown_smoothness.png"
 RATIOS = 10.0 ** np.arange(-4, 0.1, 0.5)
 GRADIENTS = 60_000
 REPEATS = 6

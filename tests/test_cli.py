@@ -155,7 +155,7 @@ def test_an_interrupt_says_how_to_continue():
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_the_extra_it_says_which_to_install(missing):
-    stopped = run("--version", blocked=[missing])
+    stopped = run("reproduce", blocked=[missing])
     assert stopped.returncode == 1
     assert stopped.stderr.strip().splitlines()[-1].endswith("pip install 'sgdol[paper]'")
     assert "Traceback" not in stopped.stderr
@@ -286,3 +286,18 @@ def test_claims_are_shown_as_a_table_one_by_one_and_in_markdown(tmp_path, monkey
     status, _, err = call(monkeypatch, capsys, "claims", "--out", tmp_path, "--id", "nonsense")
     assert status == 2
     assert "there is no claim 'nonsense': the ids are phi" in err
+
+
+def test_help_and_version_need_no_extra():
+    """It was an error: "sgdol's command line needs the extra"."""
+    shown = run("--help", blocked=["typer", "rich", "jax", "matplotlib"])
+    assert shown.returncode == 0
+    assert "pip install 'sgdol[paper]'" in shown.stdout
+    assert run("--version", blocked=["typer"]).stdout == run("--version").stdout
+
+
+def test_a_pipe_as_a_results_file_is_named_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "configuration.json")
+    told = run("claims", "--out", str(tmp_path))
+    assert told.returncode == 1
+    assert "configuration.json: it is not an ordinary file" in told.stderr

@@ -92,8 +92,42 @@ def test_opacus_trains_within_its_budget():
     assert 2.9 < float(re.findall(r"epsilon ([\d.]+)", output)[-1]) <= 3.0
 
 
+# With fewer steps than the programs make by themselves: what is printed at the end, and a bound that leaves room for
+# other roundings. PPO's episodes differ most.
+LOOPS = {
+    "loop_nanogpt": (("--steps", "150"), r"validation loss ([\d.]+)", lambda loss: loss < 2.7),
+    "loop_makemore": (("--steps", "500"), r"test loss ([\d.]+)", lambda loss: loss < 2.05),
+    "loop_vae": (("--epochs", "10"), r"test loss ([\d.]+)", lambda loss: loss < 28),
+    "loop_ppo": (("--iterations", "25"), r"best actions ([\d.]+) of 500", lambda length: length > 60),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_in_the_shape_of_a_known_script_trains(name):
+    arguments, words, is_good = LOOPS[name]
+    found = re.findall(words, run(str(EXAMPLES / f"{name}.py"), *arguments))
+    assert is_good(float(found[-1])), found
+
+
+def test_a_gan_trains_both_networks_to_the_end():
+    output = run(str(EXAMPLES / "loop_gan.py"), "--steps", "100")
+    assert "averaged weights: share" in output
+
+
+@pytest.mark.slow  # it starts a framework
+def test_a_lora_trainer_trains():
+    """It ends at 0.956 here; without the adapters, and at their start, the loss is above 5."""
+    output = run(str(EXAMPLES / "loop_lora.py"))
+    assert float(re.findall(r"test loss ([\d.]+)", output)[-1]) < 2
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("loop_*.py")), ids=lambda path: path.stem)
+def test_a_loop_changes_at_most_four_lines(path):
+    assert 1 <= sum("# sgdol" in line for line in path.read_text().splitlines()) <= 4
+
+
 def test_every_example_is_tested():
     tested = {"ordinary_loop", "microbatches", "without_smoothness", "ddp", "fsdp", "save_and_resume"}
     tested |= {"lightning_digits", "huggingface_digits", "accelerate_digits", "tensorboard_digits"}
-    tested |= {"optax_loop", "optax_sharded", "private_opacus"}
+    tested |= {"optax_loop", "optax_sharded", "private_opacus", "loop_gan", "loop_lora", *LOOPS}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested

@@ -213,3 +213,79 @@ def test_a_notebook_shows_the_figure_as_it_is():
     pictures = [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
     assert len(pictures) == 1
     assert base64.b64decode(pictures[0]).startswith(b"\x89PNG")
+
+
+FREE = [
+    {
+        "step": 10 * t,
+        "loss": 2.0 / t,
+        "step_size": 0.1 * t,
+        "smoothness": 4.0 / t,
+        "signal_to_noise": 1 / t,
+        "noise_scale": 3.0 * t,
+        "updates": 10 * t,
+        "evaluations": 13 * t,
+        "rejections": t // 4,
+        "rollbacks": int(t >= 6),
+        "skipped": 0,
+    }
+    for t in range(1, 9)
+]
+
+
+def test_a_history_with_m_shows_loss_m_look_backs_rejections_and_rollbacks():
+    figure = sgdol.plot(FREE)
+    titles = ("loss", "step size", "smoothness", "signal-to-noise", "noise scale", "events")
+    assert all(word in panel.get_title(loc="left") for word, panel in zip(titles, figure.axes, strict=True))
+    assert drawn(figure)[:3] == [[r[name] for r in FREE] for name in ("loss", "step_size", "smoothness")]
+    counts = {label: list(line.get_ydata()) for label, line in curves(figure.axes[5]).items()}
+    assert counts["look-backs"] == [3 * t for t in range(1, 9)]
+    assert counts["rejections"] == [r["rejections"] for r in FREE]
+    assert counts["rollbacks"] == [r["rollbacks"] for r in FREE]
+
+
+def test_a_positive_loss_that_falls_by_more_than_ten_has_a_logarithmic_axis():
+    def scale(losses):
+        rows = [{**row, "loss": loss} for row, loss in zip(FREE, losses, strict=False)]
+        return sgdol.plot(rows).axes[0].get_yscale()
+
+    assert scale([5.0, 1.0, 0.4]) == "log"
+    assert scale([5.0, 1.0, 0.6]) == "linear"
+    assert scale([5.0, 1.0, -0.1]) == "linear"
+
+
+def test_the_legend_of_events_has_their_final_counts():
+    texts = [text.get_text() for text in sgdol.plot(FREE).axes[5].get_legend().get_texts()]
+    assert texts == ["look-backs: 24", "rejections: 2", "rollbacks: 1", "skipped batches: 0"]
+
+
+def test_rejections_and_rollbacks_are_marked_where_the_loss_is_drawn():
+    marks = {line.get_label(): list(line.get_xdata()) for line in sgdol.plot(FREE).axes[0].lines}
+    assert marks["rejections"] == [40, 80]
+    assert marks["rollbacks"] == [60]
+
+
+def test_a_log_of_sgdol_free_has_what_the_figure_shows():
+    torch = pytest.importorskip("torch")
+    from sgdol.torch import Log, SGDOLFree, backward
+
+    torch.manual_seed(0)
+    model, log = torch.nn.Linear(3, 1), Log(every=5)
+    opt = SGDOLFree(model.parameters())
+    for _ in range(20):
+        x = torch.randn(8, 3)
+
+        def closure(x=x):
+            opt.zero_grad()
+            return backward(lambda part: (model(part) - part.sum(1, keepdim=True)).square().mean(), x)
+
+        opt.step(closure)
+        log(opt)
+    assert len(sgdol.plot(log).axes) == 6
+    assert log.history[-1]["evaluations"] > log.history[-1]["updates"] == 20
+    assert 0 < log.history[-1]["loss"] < log.history[0]["loss"]
+
+
+def test_axes_for_sgdol_free_are_six():
+    with pytest.raises(ValueError, match=r"axes must be 6, for loss, .*; got 4"):
+        sgdol.plot(FREE, axes=Figure().subplots(2, 2))

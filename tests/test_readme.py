@@ -16,12 +16,13 @@ def what_a_script_has() -> dict[str, object]:
     return {
         "model": torch.nn.Linear(10, 1),
         "loader": [(torch.randn(32, 10), torch.randn(32, 1)) for _ in range(3)],
-        "loss_fn": torch.nn.MSELoss(),
+        "criterion": torch.nn.MSELoss(),
     }
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[block.splitlines()[0] for block in BLOCKS])
-def test_examples_in_the_readme_run(block, capsys):
+def test_examples_in_the_readme_run(block, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the whole program saves what it has trained
     exec(compile(block, "README.md", "exec"), what_a_script_has())
 
 

@@ -66,7 +66,7 @@ def torch_script() -> dict[str, object]:
         "torch": torch,
         "model": torch.nn.Linear(10, 1),
         "loader": [(torch.randn(32, 10), torch.randn(32, 1)) for _ in range(12)],
-        "loss_fn": torch.nn.MSELoss(),
+        "criterion": torch.nn.MSELoss(),
         "evaluate": lambda model: None,
     }
 
@@ -90,6 +90,7 @@ def jax_script() -> dict[str, object]:
         ("guide/start", torch_script),
         ("guide/coming_from", torch_script),
         ("guide/without_learning_rate", torch_script),
+        ("guide/mixed_precision", torch_script),
         ("guide/optax", jax_script),
     ],
 )

@@ -1,4 +1,4 @@
-"""Each constant of docs/theory.md that is not the paper's: the symmetric estimator, momentum, measured curvature."""
+"""Constants of docs/explanation/theory.md beyond the paper: symmetric estimator, momentum, measured curvature."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""SGDOL without M: each constant of docs/unknown_smoothness.md by itself, and both theorems on problems they speak of.
+"""Each constant of docs/explanation/unknown_smoothness.md, and both theorems on problems with their assumptions.
 
 Problems: f(x) = a (1 - cos x) with noise +-sigma. M = a, L = a + sigma, the noise is symmetric, f* = 0.
 """

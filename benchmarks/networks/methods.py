@@ -55,10 +55,18 @@ METHODS: tuple[Method, ...] = (
         rate="step",
         schedule="warmup-cosine",
     ),
-    *map(methods.get, ("schedulefree-adamw", "prodigy-cosine", "mechanic-adamw", "dog", "sgdol-rms", "sgdol-free")),
+    *map(methods.get, ("schedulefree-adamw", "prodigy-cosine", "mechanic-adamw", "dog")),
+    *map(methods.get, ("sgdol-rms", "sgdol-free", "sgdol-free-kronecker")),
 )
 
-USUAL = {"adamw-warmup": 3e-3, "schedulefree-warmup": 1e-2, "muon": 3e-3, "soap": 3e-3, "shampoo": 3e-3, "sgdol-rms": 1}
+USUAL = {
+    "adamw-warmup": 3e-3,
+    "schedulefree-warmup": 1e-2,
+    "muon": 3e-3,
+    "soap": 3e-3,
+    "shampoo": 3e-3,
+    "sgdol-rms": 0.1,
+}
 """The middle of the first grid, by method."""
 
 
@@ -78,6 +86,7 @@ def contenders() -> list[Contender]:
         Contender("DoG + averaging", by_name["dog"], "average"),
         Contender("Shampoo, warmup + cosine", by_name["shampoo"], "last", True),
         Contender(methods.OURS_FREE, by_name["sgdol-free"], "average"),
+        Contender(methods.OURS_KRONECKER, by_name["sgdol-free-kronecker"], "average"),
         Contender(methods.OURS, by_name["sgdol-rms"], "average", True),
     ]
     return [c for c in lines if methods.available(c.method)]

@@ -23,7 +23,17 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["AVERAGING_POWER", "OURS", "OURS_FREE", "Contender", "Method", "available", "contenders", "get"]
+__all__ = [
+    "AVERAGING_POWER",
+    "OURS",
+    "OURS_FREE",
+    "OURS_KRONECKER",
+    "Contender",
+    "Method",
+    "available",
+    "contenders",
+    "get",
+]
 
 AVERAGING_POWER = 8.0
 """a of the polynomial average xavg += min(1, (a+1)/(t+a)) (x - xavg): every method's, and DoG's own default."""
@@ -103,6 +113,7 @@ def _version(package: str) -> str:
 
 
 OURS_FREE = "SGDOLFree"
+OURS_KRONECKER = f"{OURS_FREE}, metric kronecker"
 OURS = "SGDOL, metric rms + averaging"
 """Labels of the contenders that the verdicts and the figure are about: without a learning rate, and with it tuned."""
 
@@ -146,6 +157,15 @@ METHODS: tuple[Method, ...] = (
     Method("sgdol", options={"averaging": _A}, averaging="optimizer", **_OURS),
     Method("sgdol-rms", options={"metric": "rms", "averaging": _A}, averaging="optimizer", **_OURS),
     Method("sgdol-free", "sgdol:SGDOLFree", package="sgdol", parts=2, averaging="optimizer", closure=True),
+    Method(
+        "sgdol-free-kronecker",
+        "sgdol:SGDOLFree",
+        {"metric": "kronecker"},
+        package="sgdol",
+        parts=2,
+        averaging="optimizer",
+        closure=True,
+    ),
 )
 
 
@@ -230,5 +250,6 @@ def contenders() -> list[Contender]:
         Contender("Mechanic AdamW", get("mechanic-adamw")),
         Contender("COCOB", get("cocob")),
         Contender(OURS_FREE, get("sgdol-free"), "average"),
+        Contender(OURS_KRONECKER, get("sgdol-free-kronecker"), "average"),
     ]
     return [c for c in lines if available(c.method)]

@@ -37,7 +37,7 @@ class Scales:
     """
 
     gradient: float
-    """1/M_0, with M_0 = ||H g|| / ||g||: the unit of the learning rate of SGD and of SGDOL's lr = 1/M."""
+    """1/M_0, with M_0 = ||H g|| / ||g||: the unit of the learning rate of SGD and of SGDOL."""
     step: float
     """||g|| / (M_0 sqrt(d)), the size per coordinate of that gradient step: the unit of Adam's learning rate."""
 

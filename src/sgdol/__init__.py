@@ -1,7 +1,9 @@
-"""Stochastic gradient descent that learns its own step size while it trains, with a proof.
+"""Optimizers for PyTorch and optax that learn their step size while they train.
 
-``SGDOL`` is the PyTorch optimizer, ``SGDOLFree`` the one that needs no smoothness constant, ``sgdol.jax`` the optax
-front end. They are imported when they are first used, so that ``import sgdol`` needs neither torch nor jax.
+:class:`sgdol.SGDOLFree` needs no learning rate. :class:`sgdol.SGDOL` is SGD with momentum that shortens its steps where
+the learning rate is too large; ``SGDOL(params, smoothness=M, **sgdol.PAPER)`` is the algorithm of Zhuang, Cutkosky and
+Orabona (ICML 2019), which has a convergence proof. ``sgdol.jax`` has both for optax. Names are imported when they are
+first used, so that ``import sgdol`` needs neither torch nor jax.
 """
 
 from __future__ import annotations

@@ -100,17 +100,16 @@ class RMS:
         past, present = xp.mean(state.square), xp.mean(gradient * gradient)
         return where(state.weight > 0, ratio(past, state.weight, 1.0), present)
 
-    def coefficients(self, weight: Array, means: Means) -> tuple[Array, Array]:
-        """(a, c) of D^2 = a v + c; numbers, or one entry per tensor. Where all is 0 so far, D is 1."""
-        overall = where(means.overall > 0, means.overall, 1.0)
-        total = (weight + self.tensor) * (1 + self.overall)
-        c = self.tensor * (means.tensor / overall) / total + self.overall / (1 + self.overall)
-        return 1 / (total * overall), where(means.overall > 0, c, 1.0)
+    def coefficients(self, weight: Array, overall: Array) -> tuple[Array, Array, Array]:
+        """(a, b, c) of D^2 = a v + b mean + c, where mean is the tensor's. Where all is 0 so far, D is 1."""
+        a = 1 / ((weight + self.tensor) * (1 + self.overall) * where(overall > 0, overall, 1.0))
+        least = 0.0 * overall + self.overall / (1 + self.overall)  # of the type that the means have
+        return a, self.tensor * a, where(overall > 0, least, 1.0)
 
     def operator(self, state: Squares, means: Means) -> Diagonal:
         """The diagonal D."""
-        a, c = self.coefficients(state.weight, means)
-        return Diagonal(sqrt(a * state.square + c))
+        a, b, c = self.coefficients(state.weight, means.overall)
+        return Diagonal(sqrt(a * state.square + (b * means.tensor + c)))
 
     def past_square(self, state: Squares, operator: Diagonal) -> Array:
         """The mean of the past <g, D^-1 g>, had D always been what it is now; 0 if there is no past."""
@@ -123,7 +122,7 @@ class RMS:
 
 @dataclass(frozen=True)
 class AdaGrad(RMS):
-    """The same with every past gradient counting alike, as in AdaGrad; the step size that decays is the learner's part.
+    """As :class:`RMS`, with all past gradients weighted equally, as in AdaGrad. The step size is left to the learner.
 
     >>> AdaGrad().decay
     1.0

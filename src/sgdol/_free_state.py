@@ -1,4 +1,4 @@
-"""What :mod:`sgdol.free` decides with: the constants of the algorithm without M, and what it has learned so far."""
+"""The constants of the algorithm without M, and the state of one run (:mod:`sgdol.free`)."""
 
 from __future__ import annotations
 
@@ -15,84 +15,97 @@ class Settings(NamedTuple):
 
     # The guard on the loss
     settled: int = 10
-    """The guard sleeps for so many steps."""
+    """The guard is off in the first so many steps."""
     alarm_deviations: float = 4.0
-    """The loss is suspicious so many deviations above its mean..."""
+    """The guard checks a batch whose loss is above its running mean by this many deviations and by
+    ``alarm_progress``."""
     alarm_progress: float = 0.5
-    """...and this share of the progress so far."""
+    """The share of the progress so far (first loss minus running mean) by which the loss must exceed its mean."""
     confirm_deviations: float = 2.0
-    """The point is left if its loss is so many deviations above that of the average..."""
+    """A rollback needs a loss that is this many deviations, and ``confirm_progress``, above that at the average."""
     confirm_progress: float = 0.25
-    """...and this share of the progress so far."""
+    """The share of the progress so far by which the loss must exceed the loss of the same batch at the average."""
     loss_rate: float = 0.1
     """The weight of a new loss in the running mean and in the deviation."""
     surprise: float = 4.0
-    """A loss counts for the deviation as at most so many of it."""
+    """A loss changes the deviation as if it were at most this many deviations from the mean."""
     penalty: float = 2.0
-    """What a rollback divides the step size by."""
+    """A rollback divides the step size by this."""
+    largest_penalty: float = 8.0
+    """Several rollbacks together divide the step size by at most this."""
     decay: float = 0.95
-    """What is left of a penalty after one more step."""
+    """A penalty is multiplied by this in every step, until it is 1."""
     retreat: float = 0.5
-    """How long steps may be after a rollback or a rejection, in units of the longest before or of the rejected one."""
+    """After a rollback the longest step is multiplied by this; after a rejection it is this share of the rejected
+    step."""
 
     # The look-back
-    interval: int = 12
-    """Look back at least this often, in steps..."""
+    interval: int = 24
+    """The largest number of steps between two look-backs."""
     interval_part: int = 6
-    """...and once in so small a part of the run so far, a sixth: curvature changes fastest when a run is young."""
+    """In step t there are at most t divided by this many steps between two look-backs: curvature changes fastest at
+    first."""
     warm: int = 5
-    """The first so many steps are all looked back at."""
+    """There is a look-back in each of the first so many steps."""
     jump: float = 3.0
-    """A gradient so much longer than the recent ones is a reason to look back."""
+    """A gradient this many times as long as the recent ones causes a look-back. In the first ``young`` steps it is
+    shortened to that."""
     largest_decay: float = 0.95
-    """What is left of the largest recent gradient after one more step."""
+    """The maximum of recent gradient norms is multiplied by this in every step."""
     rejection: float = 4.0
-    """A step is taken back if its curvature term exceeds so many times its linear term..."""
+    """A step is rejected if its curvature term exceeds its linear term by this factor."""
     lesson: float = 2.0
-    """...and raises M so many times at most."""
+    """A rejection multiplies M by at most this."""
     unknown: float = 4.0
-    """The curvature, in units of M, of a step to where nothing is finite."""
+    """The curvature, in units of M, of a step to a point that is not finite; and the largest that counts in the
+    mean."""
     memory: float = 0.5
-    """A curvature measured in step t counts as t to this power: old ones are outvoted, none is forgotten."""
+    """A curvature measured in step t has the weight t to this power."""
+    first_look_backs: int = 20
+    """M of the first point counts in the mean until the look-back of this number."""
     stiffness: float = 1e-3
     """M is at least this share of ||y||/||s||."""
 
     # The clip
     clip: float = 2.0
-    """A gradient counts as at most so many times as long as past ones are in the root mean square..."""
-    clip_from: int = 20
-    """...as soon as there are so many."""
+    """After the first ``young`` steps, a gradient longer than this many times the root mean square of past gradient
+    norms is shortened to that."""
     usual_decay: float = 0.99
-    """How much of a square is left in that mean after one more step."""
+    """The decay of that root mean square, per step."""
 
     # The step
     kappa: float = 4.0
     """alpha in units of the first squared gradient."""
     largest: float = 4.0
-    """The step size without noise, in units of 1/M."""
+    """The step size without noise, in units of 1/M, after the first ``young`` steps."""
+    young: int = 20
+    """In the first so many steps the step size without noise is ``largest_young`` instead of ``largest``."""
+    largest_young: float = 1.0
+    """The step size without noise in the first ``young`` steps, in units of 1/M."""
     charge: float = 1.0
-    """What noise costs: without signal the step size falls as 1/(charge M noise)."""
+    """c, the cost of noise: without signal the step size falls as 1/(c M noise)."""
     waiver: float = 0.5
-    """What share of that cost is waived while the loss falls."""
+    """The cost of noise is reduced by this share while the loss falls."""
     floor: float = 0.5
-    """The signal is at least this many of its own standard errors."""
+    """The sum of the signal counts as at least this many of its standard errors."""
     late: float = 9.0
-    """The losses' late mean weights step t as t to the power of one less..."""
+    """The late mean of the losses weights step t as t to the power of this minus one."""
     later_half: float = 3.0
-    """...and so does the mean over about the later half of the run."""
+    """The mean of the losses over about the later half of the run weights step t as t to the power of this minus
+    one."""
     first_step: float = 0.1
-    """The first step, in units of what M at the first point would allow."""
+    """The length of the first step, in units of what M at the first point allows."""
     growth: float = 2.0
-    """A step is at most so much longer than the longest so far."""
+    """A step is at most this many times as long as the longest one so far."""
     recent: float = 0.01
-    """The weight of a step in the signal and noise that diagnostics show."""
+    """The weight of a step in the moving averages of diagnostics."""
 
 
 class State(NamedTuple):
     """What has been learned so far. All fields are numbers; squared gradients are in units of ||g_1||^2."""
 
     updates: Number = 0
-    """How many steps were made."""
+    """The number of steps."""
     first_norm: Number = 0.0
     """||g_1||, the unit of gradients; 0 before the first step."""
     signal: Number = 0.0
@@ -105,49 +118,55 @@ class State(NamedTuple):
     recent_noise: Number = 0.0
     """u and n - u over about the last hundred steps, for diagnostics."""
     momentum_weight: Number = 0.0
-    """How much weight the gradients so far have in the momentum."""
+    """The sum of the weights of the gradients in the momentum."""
     smoothness: Number = 0.0
-    """M."""
+    """M, the measured smoothness."""
+    first_smoothness: Number = 0.0
+    """M of the first point, while it counts in the mean; then 0."""
+    look_backs: Number = 0
+    """The number of look-backs, without those that rejected a step."""
     curvature: Number = 0.0
-    """The weighted root mean square of r..."""
+    """The weighted root mean square of the curvatures r."""
     stiffness: Number = 0.0
-    """...of ||y||/||s||, which is at least that of r in size..."""
+    """The weighted root mean square of ||y||/||s||."""
     curvature_weight: Number = 0.0
-    """...and the sum of the weights."""
+    """The sum of the weights of ``curvature`` and ``stiffness``."""
     since: Number = 0
     """Steps since the last look-back."""
     penalty: Number = 1.0
-    """What the step size is divided by after a rollback."""
+    """The step size is divided by this, 1 unless there was a rollback."""
     longest: Number = 0.0
-    """The longest step so far, or what is left of it after a rejection."""
+    """The longest step so far; a rejection and a rollback shorten it."""
     largest_gradient: Number = 0.0
     """A slowly falling maximum of ||g||."""
     usual_gradient: Number = 0.0
-    """The root of a running mean of ||g||^2, clipped, each in the norm of its own step..."""
+    """The root of a running mean of the clipped ||g||^2, each in the norm of its own step."""
     usual_weight: Number = 0.0
-    """...and the sum of its weights."""
+    """The sum of the weights of ``usual_gradient``."""
     mean_loss: Number = 0.0
-    """A running mean of the batch losses..."""
+    """The running mean of the batch losses."""
     loss_deviation: Number = 0.0
-    """...of their distance to it..."""
+    """The running mean of the distance of batch losses to ``mean_loss``."""
     first_loss: Number = 0.0
-    """...and where it stood at first."""
+    """The largest ``mean_loss`` of the first steps."""
     late_loss: Number = 0.0
-    """The mean of the batch losses over about the last tenth of the run..."""
+    """The mean of the batch losses over about the last tenth of the run."""
     later_half_loss: Number = 0.0
-    """...and over about its later half."""
+    """The mean of the batch losses over about the later half of the run."""
     step_size: Number = 0.0
-    """Eta of the last step; 0 if there is none to look back at."""
+    """Eta of the last step; 0 if there is no step to look back at."""
+    multiplier: Number = 1.0
+    """The user's multiplier of the last step."""
     capped: Number = False
-    """Whether the last step would have been longer but for the limit on its growth."""
+    """True if the limit on its growth cut the last step short."""
     rejections: Number = 0
-    """Steps that were taken back."""
+    """The number of rejected steps."""
     rollbacks: Number = 0
-    """Returns to the average."""
+    """The number of rollbacks to the average."""
     skipped: Number = 0
-    """Batches that are not finite anywhere."""
+    """The number of skipped batches, which were not finite."""
     evaluations: Number = 0
-    """How often a batch was evaluated."""
+    """The number of evaluations of a batch."""
 
 
 for public in (Settings, State):

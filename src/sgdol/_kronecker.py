@@ -107,7 +107,8 @@ class Kronecker(RMS):
     with the columns in the order of :math:`q^\top L q`, and the same for R. E is diagonal with entries from 1 to 2, so
     that eigenvectors are determined, up to their signs, also where L is 0. A side longer than 512 is not rotated, and
     neither are the rows of a matrix with more than 8 times as many rows as columns. The first update has D constant in
-    each tensor. Memory: :math:`2 (n^2 + m^2)` for a matrix. Leading dimensions of the state's arrays are a batch.
+    each tensor. Memory: :math:`2 (n^2 + m^2)` for a matrix, in torch :math:`n m` more. Leading dimensions of
+    the state's arrays are a batch.
 
     Args:
         decay: b in (0, 1], as in :class:`RMS`.
@@ -128,14 +129,13 @@ class Kronecker(RMS):
 
     def initial(self, zero: Array) -> Factors:  # type: ignore[override]
         """No gradient yet."""
-        n = zero.shape[0] if zero.ndim >= 2 else 1
-        m = math.prod(zero.shape[1:])
-        if min(n, m) < 2 or (n > min(LONGEST, TALLEST * m) and m > LONGEST):
+        turns_rows, turns_columns = sides(zero.shape)
+        if not (turns_rows or turns_columns):
             return Factors((), (), (), (), (), (), zero, 0.0, 0.0)
-        matrix = zero.reshape(n, m)
+        matrix = zero.reshape(zero.shape[0], math.prod(zero.shape[1:]))
         rows, columns = matrix[:, 0], matrix[0, :]
-        left = rows[:, None] * rows[None, :] if n <= min(LONGEST, TALLEST * m) else ()
-        right = columns[:, None] * columns[None, :] if m <= LONGEST else ()
+        left = rows[:, None] * rows[None, :] if turns_rows else ()
+        right = columns[:, None] * columns[None, :] if turns_columns else ()
         left_basis, right_basis = (() if _absent(side) else side + _identity(side) for side in (left, right))
         return Factors(left, right, left_basis, right_basis, rows, columns, (), 0.0, 0.0)
 
@@ -153,8 +153,10 @@ class Kronecker(RMS):
         """D of the coming step."""
         if not _absent(state.square):
             return super().operator(Squares(state.square, state.weight), means)
-        a, c = (_spread(value) for value in self.coefficients(state.weight, means))
-        return Rotated(state.left_basis, state.right_basis, sqrt(a * _outer(state) + c))
+        a, b, c = self.coefficients(state.weight, means.overall)
+        return Rotated(
+            state.left_basis, state.right_basis, sqrt(_spread(a) * _outer(state) + _spread(b * means.tensor + c))
+        )
 
     def past_square(self, state: Factors, operator: Any) -> Array:  # type: ignore[override]
         """The mean of the past <g, D^-1 g>, had D always been what it is now; 0 if there is no past."""
@@ -164,7 +166,7 @@ class Kronecker(RMS):
 
     def observe(self, state: Factors, gradient: Array) -> Factors:  # type: ignore[override]
         """Add the products and squares of the gradient, and renew the bases if it is time."""
-        count = where(state.count >= LAST, float(LAST // 2), state.count) + 1
+        count = following(state.count)
         if not _absent(state.square):
             square, weight = super().observe(Squares(state.square, state.weight), gradient)
             return state._replace(square=square, weight=weight, count=count)
@@ -179,12 +181,29 @@ class Kronecker(RMS):
             weight=self.decay * state.weight + 1,
             count=count,
         )
-        due = (count == 1) | (count == 2) | (count == 4) | (count == 8) | (count == 10) | (count == LAST)
-        bases = _choose(due, lambda: _renewed(new), lambda: (new.left_basis, new.right_basis, new.rows, new.columns))
+        bases = _choose(
+            is_due(count), lambda: renewed(new), lambda: (new.left_basis, new.right_basis, new.rows, new.columns)
+        )
         return new._replace(left_basis=bases[0], right_basis=bases[1], rows=bases[2], columns=bases[3])
 
 
-def _renewed(state: Factors) -> tuple[Array, Array, Array, Array]:
+def sides(shape: tuple[int, ...]) -> tuple[bool, bool]:
+    """Whether the rows of a tensor of this shape are rotated, and whether its columns are."""
+    n, m = shape[0] if len(shape) >= 2 else 1, math.prod(shape[1:])
+    return min(n, m) >= 2 and n <= min(LONGEST, TALLEST * m), min(n, m) >= 2 and m <= LONGEST
+
+
+def following(count: Any) -> Any:
+    """The count of updates after one more."""
+    return where(count >= LAST, float(LAST // 2), count) + 1
+
+
+def is_due(count: Any) -> Any:
+    """Whether the bases are renewed after the update of this number."""
+    return (count == 1) | (count == 2) | (count == 4) | (count == 8) | (count == 10) | (count == LAST)
+
+
+def renewed(state: Factors) -> tuple[Array, Array, Array, Array]:
     """The bases of the sides that are rotated, and the sums of the rows and columns in them."""
     first = state.count == 1
     left, rows = _turn(state.left, state.left_basis, state.rows, first)

@@ -82,9 +82,13 @@ def negate(condition: Array) -> Array:
 
 def ratio(numerator: Array, denominator: Array, otherwise: float) -> Array:
     """The quotient, or ``otherwise`` where the denominator is not positive."""
+    if isinstance(denominator, PLAIN):
+        return numerator / denominator if denominator > 0 else otherwise
+    # On the CPU torch.where takes ten times as long as a division, and a number is read without a wait.
+    host = array_api_compat.is_torch_array(denominator) and denominator.device.type == "cpu"
+    if host and denominator.numel() and denominator.amin().item() > 0:
+        return numerator / denominator
     positive = denominator > 0
-    if isinstance(positive, bool):
-        return numerator / denominator if positive else otherwise
     return where(positive, numerator / where(positive, denominator, 1.0), otherwise)
 
 

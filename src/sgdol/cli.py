@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +15,12 @@ import sgdol
 from sgdol.paper.environment import lines
 
 EXTRA = "sgdol's command line needs the extra 'paper', and {} is missing: pip install 'sgdol[paper]'"
+WITHOUT_THE_EXTRA = """Usage: sgdol [OPTIONS] COMMAND [ARGS]...
+
+Stochastic gradient descent that learns its own step size: the paper's experiments, figures and claims.
+
+Commands: reproduce, claims, report, convexity, data, env. All but env need the extra 'paper', which is not installed:
+pip install 'sgdol[paper]'. The optimizers need no command: from sgdol import SGDOL, SGDOLFree."""
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 """The statuses that shells know: it did not work, it was not called as it should be, it was interrupted."""
 
@@ -24,6 +32,9 @@ try:
 except ModuleNotFoundError as error:
     if sys.argv[1:] == ["env"]:  # who has a front end alone can report a bug too
         print("\n".join(lines()))
+        raise SystemExit from None
+    if sys.argv[1:] in (["--help"], ["-h"], ["--version"]):
+        print(f"sgdol {sgdol.__version__}" if "--version" in sys.argv else WITHOUT_THE_EXTRA)
         raise SystemExit from None
     raise SystemExit(EXTRA.format(error.name)) from None
 
@@ -214,8 +225,10 @@ def reproduce(
     start = time.perf_counter()
     with Bars(err, iteration_cost, duration) as bars:
         results = run(configuration, out_folder, bars)
-    for group, seconds in bars.times().items():
-        out.print(f"{group:<28} {duration(seconds) if seconds else 'done before':>12}")
+    times = bars.times()
+    for group, seconds in times.items():
+        share = f"{seconds / sum(times.values()):>6.0%}" if seconds else ""
+        out.print(f"{group:<28} {duration(seconds) if seconds else 'done before':>12}{share}")
     ran = time.perf_counter()
     with status(err, "figures and claims") as step:
         published = publish(results, step)
@@ -326,15 +339,15 @@ def main() -> None:
     """The entry point: whatever is wrong with the input becomes one sentence and a status that is not 0."""
     for stream in (sys.stdout, sys.stderr):
         make_printable(stream)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         code = app(prog_name="sgdol", standalone_mode=False)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
-        err.print("sgdol: interrupted; the same command continues where it stopped")
-        # Threads in the middle of a compiled run cannot be asked to stop, and every file is whole at every moment.
-        os._exit(INTERRUPTED)
+        _leave()
     except Exception as error:
         said = _sentence(error)
         if said is None:
@@ -344,6 +357,20 @@ def main() -> None:
         if sentence:
             err.print(f"sgdol: {' '.join(sentence.split())}")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _interrupt(*_: Any) -> None:
+    """Ctrl-C. What is being imported or called back from C may swallow the exception, so a timer ends it then."""
+    timer = threading.Timer(1.0, _leave)
+    timer.daemon = True
+    timer.start()
+    raise KeyboardInterrupt
+
+
+def _leave() -> None:
+    err.print("sgdol: interrupted; the same command continues where it stopped")
+    # Threads in the middle of a compiled run cannot be asked to stop, and every file is whole at every moment.
+    os._exit(INTERRUPTED)
 
 
 def _abandon_stdout(error: Exception) -> None:

@@ -1,4 +1,4 @@
-r"""What the surrogate losses give on convex objectives, as numbers; docs/convexity.md has the statements and proofs.
+r"""Bounds for SGDOL on convex objectives. Statements and proofs: docs/explanation/convexity.md.
 
 Symbols as in :mod:`sgdol.theory`: M' the smoothness that SGDOL was given (its base rate is 1/M'), M that of f, L a
 bound on the norm of a stochastic gradient, k how many of them there are in a step, alpha the regulariser's; and

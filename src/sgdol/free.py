@@ -9,8 +9,8 @@ back to its average. Lengths of points are taken in the metric D, lengths of gra
 This module decides; front ends own the vectors and evaluate gradients. Nothing here branches: PyTorch calls it with
 Python's numbers, optax with traced arrays. Everything is a ratio of measured quantities, and only norms come in, no
 squares of them: multiplying the objective or the parameters by a constant changes nothing but the scale, also where
-squares would leave the range of the numbers. ``docs/without_smoothness.md`` has the whole algorithm on one page,
-:mod:`sgdol.reference_free` the same as slow and obvious code.
+squares would leave the range of the numbers. ``docs/explanation/without_smoothness.md`` has the whole algorithm on one
+page, :mod:`sgdol.reference_free` the same as slow and obvious code.
 
 >>> state = begin(State(), smoothness=2.0, norm=1.0)  # M at the first point, and ||g_1||
 >>> state = choose_step(track(state, loss=1.0), direction_norm=1.0)
@@ -51,9 +51,7 @@ def begin(state: State, smoothness: Number, norm: Number) -> State:
     """The first point: M along the first gradient, and ||g_1||."""
     return state._replace(
         smoothness=smoothness,
-        curvature=smoothness,
-        stiffness=smoothness,
-        curvature_weight=where(norm > 0, 1.0, state.curvature_weight),
+        first_smoothness=smoothness,
         first_norm=norm,
     )
 
@@ -62,16 +60,20 @@ def begin(state: State, smoothness: Number, norm: Number) -> State:
 
 
 def alarm(state: State, loss: Number, settings: Settings = DEFAULTS) -> Number:
-    """Whether the loss of this batch is so high that the point itself may have gone wrong."""
+    """Whether the loss of this batch is so high that the point itself may have gone wrong.
+
+    The penalty of a rollback raises the limit until it has faded, by its square: a second one needs a better reason.
+    """
     progress = state.first_loss - state.mean_loss
     limit = maximum(settings.alarm_deviations * state.loss_deviation, settings.alarm_progress * progress)
-    return (state.updates >= settings.settled) & _above(loss, state.mean_loss, limit)
+    return (state.updates >= settings.settled) & _above(loss, state.mean_loss, state.penalty**2 * limit)
 
 
 def confirms(state: State, loss: Number, loss_at_average: Number, settings: Settings = DEFAULTS) -> Number:
     """Whether it is the point and not the batch: the same batch is fine at the average."""
     progress = state.first_loss - state.mean_loss
     limit = maximum(settings.confirm_deviations * state.loss_deviation, settings.confirm_progress * progress)
+    limit = maximum(limit, loss_at_average - state.mean_loss)  # the batch's own share of the jump
     return isfinite(loss_at_average) & _above(loss, loss_at_average, limit)
 
 
@@ -82,7 +84,7 @@ def _above(loss: Number, other: Number, limit: Number) -> Number:
 def roll_back(state: State, settings: Settings = DEFAULTS) -> State:
     """The point is the average now, and there is no last step to look back at."""
     return state._replace(
-        penalty=settings.penalty * state.penalty,
+        penalty=minimum(settings.penalty * state.penalty, settings.largest_penalty),
         longest=settings.retreat * state.longest,
         since=0,
         step_size=0.0,
@@ -160,15 +162,23 @@ def look_back(
     weight = (state.updates + 1.0) ** settings.memory
     total = state.curvature_weight + weight
     old, new = sqrt(state.curvature_weight / total), sqrt(weight / total)
+    # The curvature of a batch that is unlike the others would otherwise stay in the mean for ever.
+    new = new * minimum(ratio(settings.unknown * state.smoothness, abs(r), 1.0), 1.0)
     curvature = hypot(old * state.curvature, new * r)
     stiffness = hypot(old * state.stiffness, new * ratio(where(finite, y_norm, 0.0), s_norm, 0.0))
-    mean = maximum(curvature, settings.stiffness * stiffness)
+    look_backs = state.look_backs + 1
+    first = where(look_backs < settings.first_look_backs, state.first_smoothness, 0.0)
+    everything = total + where(first > 0, 1.0, 0.0)
+    mean = sqrt(total / everything) * maximum(curvature, settings.stiffness * stiffness)
+    mean = hypot(mean, first / sqrt(everything))
     lesson = minimum(r, settings.lesson * state.smoothness)
-    shorter = minimum(state.longest, settings.retreat * s_norm)
+    shorter = minimum(state.longest, settings.retreat * ratio(s_norm, state.multiplier, 0.0))
     learned = moved & negate(rejected)
     new_state = state._replace(
         since=0,
         smoothness=where(rejected, lesson, where(learned & (mean > 0), mean, state.smoothness)),
+        first_smoothness=where(rejected, 0.0, where(learned, first, state.first_smoothness)),
+        look_backs=where(learned, look_backs, state.look_backs),
         curvature=where(rejected, lesson, where(learned, curvature, state.curvature)),
         stiffness=where(rejected, lesson, where(learned, stiffness, state.stiffness)),
         curvature_weight=where(rejected, weight, where(learned, total, state.curvature_weight)),
@@ -181,21 +191,20 @@ def look_back(
 # The step -------------------------------------------------------------------------------------------------------------
 
 
-def choose_step(
-    state: State, direction_norm: Number, weight_decay: Number = 0.0, settings: Settings = DEFAULTS
-) -> State:
+def choose_step(state: State, direction_norm: Number, settings: Settings = DEFAULTS, multiplier: Number = 1.0) -> State:
     """Eta for a direction of this length, from the sums before this step.
 
     Args:
         state: what has been learned.
         direction_norm: ||d||, a gradient's length.
-        weight_decay: of the decay that is decoupled: it adds to M.
         settings: the constants.
+        multiplier: what the user has the step multiplied by: it changes nothing that is learned.
     """
     gain = maximum(settings.kappa + state.signal, settings.floor * state.signal_root)
     charge = settings.charge * (1 - settings.waiver * _falling(state, settings))
-    cost = settings.kappa + maximum(state.signal, 0.0) / settings.largest + charge * maximum(state.noise, 0.0)
-    eta = ratio(gain / cost, state.smoothness + weight_decay, 0.0) / state.penalty
+    largest = where(state.updates < settings.young, settings.largest_young, settings.largest)
+    cost = settings.kappa + maximum(state.signal, 0.0) / largest + charge * maximum(state.noise, 0.0)
+    eta = ratio(gain / cost, state.smoothness, 0.0) / state.penalty
     wanted = eta * direction_norm
     longest = where(state.updates == 0, settings.first_step * wanted / settings.growth, state.longest)
     limit = settings.growth * longest
@@ -203,6 +212,7 @@ def choose_step(
     eta = where(capped, ratio(limit, direction_norm, 0.0), eta)
     return state._replace(
         step_size=eta,
+        multiplier=multiplier,
         capped=capped,
         longest=maximum(longest, eta * direction_norm),
         penalty=maximum(settings.decay * state.penalty, 1.0),
@@ -218,19 +228,27 @@ def clipping(state: State, norm: Number, usual: Number | None = None, settings: 
         state: what has been learned.
         norm: ||g||.
         usual: the root mean square of past ||g|| in the norm of this step; None for :attr:`State.usual_gradient`,
-            which is that if the norm is always the same.
+            which is that if the norm is always the same. Not asked in the first steps.
         settings: the constants.
 
     >>> clipping(State(updates=100), norm=8.0, usual=1.0), clipping(State(updates=100), norm=1.9, usual=1.0)
     (0.25, 1.0)
     """
     usual = state.usual_gradient if usual is None else usual
-    share = minimum(ratio(settings.clip * usual, norm, 1.0), 1.0)
-    return where((state.updates >= settings.clip_from) & (usual > 0), share, 1.0)
+    # Gradients grow quickly where a run starts on a plateau, and the metric has to follow them.
+    longest = where(state.updates < settings.young, settings.jump * state.largest_gradient, settings.clip * usual)
+    return where(longest > 0, minimum(ratio(longest, norm, 1.0), 1.0), 1.0)
 
 
 def observe(
-    state: State, norm: Number, squares: Number, k: int, clipped: Number = 1.0, settings: Settings = DEFAULTS
+    state: State,
+    norm: Number,
+    squares: Number,
+    k: int,
+    clipped: Number = 1.0,
+    settings: Settings = DEFAULTS,
+    *,
+    given: Number = 1.0,
 ) -> State:
     r"""Learn the signal and the noise of the gradients that the step was made with.
 
@@ -239,24 +257,30 @@ def observe(
         norm: ||g||, g the sum of the contributions c_1, ..., c_k.
         squares: the root of ||c_1||^2 + ... + ||c_k||^2.
         k: how many contributions there are, at least 2: :math:`u = \frac{k}{k-1} (\|g\|^2 - \sum \|c_i\|^2)`.
-        clipped: what :func:`clipping` has multiplied g by: the direction is shorter by it and the gradient that it
-            meets is not, so n is clipped twice and u once.
+        clipped: what :func:`clipping` has multiplied g by: u and n count as those of the shorter gradient, so that a
+            single batch adds no more to the sums than others do.
         settings: the constants.
+        given: what the user has multiplied g by besides, step after step: the direction is shorter by it and the
+            gradient that it meets is not, so n is shortened twice and u once.
     """
     n, q = ratio(norm, state.first_norm, 0.0), ratio(squares, state.first_norm, 0.0)
     u = (n - q) * (n + q) * (k / (k - 1))
     noise = n * n - u
-    signal = clipped * u
+    signal = given * clipped * clipped * u
+    length = given * clipped * n
     weight = settings.usual_decay * state.usual_weight + 1
     old, new = sqrt(settings.usual_decay * state.usual_weight / weight), sqrt(1 / weight)
     return state._replace(
         updates=state.updates + 1,
         signal=state.signal + signal,
-        noise=state.noise + ((clipped * n) * (clipped * n) - signal),
+        noise=state.noise + (length * length - signal),
         signal_root=hypot(state.signal_root, signal),
         recent_signal=state.recent_signal + settings.recent * (u - state.recent_signal),
         recent_noise=state.recent_noise + settings.recent * (noise - state.recent_noise),
-        largest_gradient=maximum(settings.largest_decay * state.largest_gradient, norm),
-        usual_gradient=hypot(old * state.usual_gradient, new * (clipped * norm)),
+        largest_gradient=maximum(
+            settings.largest_decay * state.largest_gradient,
+            where(state.updates < settings.young, clipped, 1.0) * norm,
+        ),
+        usual_gradient=hypot(old * state.usual_gradient, new * (given * clipped * norm)),
         usual_weight=weight,
     )

@@ -4,14 +4,14 @@ All of them work in units of the multiplier :math:`s = M \eta`, in which the sur
 
 .. math:: M \ell_t = \tfrac12 n_t s^2 - u_t s, \qquad s \in [0, 2],
 
-so that one learner serves every base rate ``lr = 1/M``, also one that a schedule moves. A learner is a small immutable
-object with three methods, and its state is a named tuple of arrays: one entry per block of coordinates that shares a
-step size, a scalar for a global one. ``alpha`` is passed at each call because its default, the first squared direction,
-is not known before training starts.
+so that a learner does not depend on the base rate 1/M, which a schedule may change. A learner is a small immutable
+object with three methods, ``initial``, ``predict`` and ``observe``. Its state is a named tuple of arrays with one entry
+per block of coordinates that shares a step size (a scalar for a global step size). ``alpha`` is passed at each call,
+because its default, kappa times the first squared gradient, is not known before training starts.
 
-A new learner is one class: ``initial``, ``predict`` and ``observe``. One that sets ``hindsight = True`` is also told,
-at step t, what the last step turned out to be worth: :math:`v_{t-1} = \langle \bar g_t, d_{t-1}\rangle`, as the
-keyword ``last`` of ``observe`` (0 at the first step).
+A learner with ``hindsight = True`` also gets, at step t, the product of the present gradient with the last direction,
+:math:`v_{t-1} = \langle \bar g_t, d_{t-1}\rangle`, as the keyword ``last`` of ``observe`` (0 at the first step): the
+slope of the objective along the last direction, at the end of the last step.
 
 >>> learner, state = FTRL(), FTRL().initial(0.0)
 >>> for u, n in [(1.0, 4.0), (0.5, 4.0)]:
@@ -52,7 +52,7 @@ LARGEST_MULTIPLIER = 2.0
 
 @runtime_checkable
 class Learner(Protocol):
-    """What a learner of multipliers is."""
+    """The protocol of a learner of multipliers."""
 
     def initial(self, zero: Array) -> State:
         """The state before any loss; ``zero`` is a zero of the shape and type that the state's entries take."""
@@ -132,7 +132,7 @@ class FTRL:
     are the paper's regulariser of Theorem 4. ``strength=0`` is follow the leader.
 
     Args:
-        strength: kappa, at least 0: how strongly to hold on to ``center``, in units of alpha.
+        strength: kappa, at least 0: how strongly the multiplier is kept at ``center``, in units of alpha.
         center: c, in [0, 2]: where the multiplier starts.
 
     >>> learner = FTRL(strength=10.0)
@@ -201,7 +201,7 @@ class OptimisticFTRL(FTRL):
 
 @dataclass(frozen=True)
 class Floored(FTRL):
-    r"""FTRL that never plays less than :math:`c/\sqrt t`: the learner for convex objectives (docs/convexity.md).
+    r"""FTRL whose multiplier is at least :math:`c/\sqrt t`, for convex objectives (docs/explanation/convexity.md).
 
     .. math:: s_t = \max\left(s_t^{\mathrm{FTRL}}, \frac{c}{\sqrt t}\right)
 
@@ -283,24 +283,25 @@ class OnlineGradientDescent:
 
 @dataclass(frozen=True)
 class MeasuredCurvature:
-    r"""A constant step until the curvature measured along the steps says that it is too long. The default.
+    r"""Keeps s = 1 until the curvature measured along the steps shows that they are too long. The default learner.
 
-    The gradient after a step tells how much of the promised decrease was kept: with
-    :math:`v_t = \langle \bar g_{t+1}, d_t\rangle`, a fresh gradient and so unbiased,
+    The slope along :math:`d_t` is :math:`u_t` before the step and :math:`v_t = \langle \bar g_{t+1}, d_t\rangle` after
+    it, both unbiased. Their difference measures the curvature :math:`h_t`:
 
     .. math:: h_t = \frac{u_t - v_t}{s_t}, \qquad s_t = \frac{A}{A + a \max(H - U/\tau, 0)}, \qquad
         A = \max(\alpha + U, 0), \quad U = \sum_{j<t-1} u_j, \quad H = \sum_{j<t-1} h_j.
 
-    On a quadratic :math:`h_t = \mathrm{lr}\, d_t^\top H d_t`, and :math:`\sum_t s_t (u_t - s_t h_t/2)` is the expected
-    decrease of f: a run that converges has :math:`U/H \ge s/2`. So s stays at 1, and the optimizer is SGD with the step
-    lr, as long as :math:`H \le U/\tau`, and falls as H exceeds that: where lr is too large, or where noise keeps the
-    iterates from settling. A loss counts once hindsight has completed it: :math:`h_{t-1}` is made of the gradients of
-    step t, which s_t must not see. Past curvature bounds nothing ahead: what is proved is for quadratics alone
-    (docs/theory.md), and that no step is longer than lr.
+    On a quadratic with Hessian P and base rate 1/M, :math:`h_t = d_t^\top P d_t/M`, and
+    :math:`\frac1M \sum_t s_t (u_t - s_t h_t/2)` is the expected decrease of f: a run that converges has
+    :math:`U/H \ge s/2`. So s stays at 1, and the optimizer is SGD at its rate, as long as :math:`H \le U/\tau`. If H
+    exceeds that, s falls: the rate is too large, or noise keeps the weights from settling. The sums end at step t - 2,
+    because :math:`h_{t-1}` contains the gradients of step t, on which :math:`s_t` must not depend. s is never larger
+    than 1. There are theorems for quadratics only (docs/explanation/theory.md), because past curvature does not bound
+    future curvature.
 
     Args:
-        tolerance: tau in (0, 2]: the least ratio U/H at which the step stays what it is.
-        charge: a > 0: how much curvature beyond that costs.
+        tolerance: tau in (0, 2]: s stays at 1 while U/H is at least tau.
+        charge: a > 0: how fast s falls when the curvature exceeds that.
 
     >>> learner = MeasuredCurvature(tolerance=0.5, charge=1.0)
     >>> state = learner.observe(learner.initial(0.0), 1.0, u=2.0, n=4.0, alpha=2.0)

@@ -1,19 +1,19 @@
-r"""The norm in which lengths are taken: Euclid's, or one that is made of past gradients.
+r"""The norm in which steps and gradients are measured: Euclid's, or one made of past gradients.
 
-With :math:`D_t` a positive definite operator that is known before step t, lengths of points are taken in D and lengths
-of gradients in :math:`D^{-1}`. The surrogate's numbers and the direction become
+:math:`D_t` is a positive definite operator that is known before step t. Steps are measured in D,
+:math:`\|s\|^2 = \langle s, D s\rangle`, and gradients in :math:`D^{-1}`. The surrogate's numbers and the direction are
 
 .. math:: n = \langle \bar g, D^{-1} \bar g\rangle, \qquad u = \text{mean of } \langle g_i, D^{-1} g_j\rangle, i \ne j,
     \qquad d = D^{-1} \bar g,
 
-and where :math:`f(x + s) \le f(x) + \langle\nabla f(x), s\rangle + \frac M2 \|s\|_{D_t}^2`, everything that is
-proved for Euclid's norm holds word for word in the dual norm (:mod:`sgdol.theory`): :math:`E_t \langle\nabla f,
-D_t^{-1}\bar g\rangle = \|\nabla f\|^2_{D_t^{-1}} = E_t u` because :math:`D_t` is fixed given the past.
+and if :math:`f(x + s) \le f(x) + \langle\nabla f(x), s\rangle + \frac M2 \|s\|_{D_t}^2`, every theorem for Euclid's
+norm holds in this norm, too (:mod:`sgdol.theory`): :math:`E_t \langle\nabla f,
+D_t^{-1}\bar g\rangle = \|\nabla f\|^2_{D_t^{-1}} = E_t u`, because :math:`D_t` is fixed given the past.
 
-A metric is a small immutable object. What it remembers of one tensor is a named tuple of arrays, of any shapes. Its
-:meth:`~Metric.operator` makes D of the coming step of that; nobody outside needs to know what D looks like. D may need
-two means that run over more than its own tensor (:class:`Means`): front ends take them, over whatever ranks or devices
-the parameters are spread. A new metric is one class and its formula as a reference (:mod:`sgdol.reference`).
+A metric is a small immutable object. Its state for one tensor is a named tuple of arrays of any shapes.
+:meth:`~Metric.operator` returns D of the coming step, which is used by its two methods ``sharp`` and ``flat`` only. D
+may need two means over more than its own tensor (:class:`Means`); front ends compute them, over all ranks or devices. A
+new metric is one class and its formula as a reference (:mod:`sgdol.reference`).
 
 >>> import numpy as np
 >>> metric, g = RMS(), np.array([3.0, 4.0])
@@ -70,10 +70,10 @@ class Operator(Protocol):
 class Metric(Protocol):
     """Makes D of one tensor, from the tensor's past gradients.
 
-    A metric that sets ``diagonal = True`` promises that D is a diagonal matrix, which step sizes per coordinate and
-    sharded tensors need. One that sets ``scale_free = True`` promises that D does not change if all gradients are
-    multiplied by a number. One that has ``past_square(state, operator)``, the mean of the tensor's past <g, D^-1 g> in
-    the D of the coming step, tells the optimizer without M how long gradients usually are.
+    Optional attributes: ``diagonal = True`` if D is a diagonal matrix, which step sizes per coordinate and sharded
+    tensors need. ``scale_free = True`` if D does not change when all gradients are multiplied by a number.
+    ``past_square(state, operator)``, the mean of the tensor's past <g, D^-1 g> in the D of the coming step, from which
+    SGDOLFree knows how long gradients usually are.
     """
 
     def initial(self, zero: Array) -> State:
@@ -140,10 +140,10 @@ def is_diagonal(metric: Metric) -> bool:
 
 
 def is_scale_free(metric: Metric) -> bool:
-    """Whether it says that D stays the same if all gradients are multiplied by a number (``scale_free = True``).
+    """Whether D stays the same if all gradients are multiplied by a number (``scale_free = True``).
 
-    Squares leave the range of floats long before gradients do, so front ends measure such gradients in a unit of their
-    own choice. A metric that says nothing is given the gradients as they are.
+    Squares of very large or very small gradients leave the range of floats, so front ends divide such gradients by a
+    power of two if the metric is scale-free. Other metrics get the gradients as they are.
     """
     return bool(getattr(metric, "scale_free", False))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from sgdol._extras import require
@@ -29,19 +30,37 @@ LOOKS: tuple[tuple[str, Any], ...] = (
 """Okabe and Ito's colours, which colour-blind readers tell apart, and dashes for black-and-white print."""
 
 PANELS = ("step_size", "signal_to_noise", "noise_scale", "skipped")
-LOGARITHMIC = ("step_size", "signal_to_noise", "noise_scale")
+"""What is drawn of SGDOL..."""
+FREE_PANELS = ("loss", "step_size", "smoothness", "signal_to_noise", "noise_scale", "events")
+"""...and of SGDOLFree, whose history has M."""
+EVENTS = {
+    "look_backs": "look-backs",
+    "rejections": "rejections",
+    "rollbacks": "rollbacks",
+    "skipped": "skipped batches",
+}
+"""Counts that share a panel, and what they are called. Look-backs are all evaluations beyond one per batch."""
+LOGARITHMIC = ("step_size", "smoothness", "signal_to_noise", "noise_scale")
+COUNTS = ("skipped", "events")
+RECORDED = {*PANELS, *FREE_PANELS, *EVENTS, "evaluations", "updates"}
 
 NO_SIGNAL, NO_NOISE = "no signal measured", "no noise measured"
 CERTAIN = 1e9
 """A signal-to-noise ratio from here on, and a noise scale below its inverse, say that no noise was seen at all."""
 
 TITLES = {
+    "loss": "loss of a batch, running mean",
+    "smoothness": "measured smoothness",
+    "events": "events so far",
     "step_size": "step size",
     "signal_to_noise": "signal-to-noise ratio of the direction",
     "noise_scale": "gradient noise scale",
     "skipped": "skipped updates",
 }
 UNITS = {
+    "loss": "loss",
+    "smoothness": "M",
+    "events": "count",
     "step_size": "$\\eta$",
     "signal_to_noise": "$\\sum u \\;/\\, \\sum (n - u)$",
     "noise_scale": "gradients",
@@ -52,18 +71,23 @@ Curve = list[tuple[float, float]]
 
 
 def plot(history: Any, *, axes: Sequence[Axes] | None = None, figure: Figure | None = None) -> Figure:
-    """Draw what the optimizer learned: step sizes, signal-to-noise ratio, gradient noise scale and skipped updates.
+    """Draw what the optimizer learned.
 
-    All but the last have logarithmic axes, on which what is not positive and finite leaves a gap: a step size of 0; or
-    the ratio and the noise scale while one of signal and noise, both of them estimates, is not to be seen beside the
-    other (shaded). More than six parameter groups with step sizes of their own are drawn as their median and range.
-    Nothing is written and no global state of matplotlib is touched: a notebook shows what is returned; elsewhere call
-    ``figure.savefig(...)``, or give it a figure of ``pyplot``.
+    Of SGDOL, four panels: step sizes, signal-to-noise ratio, gradient noise scale and skipped updates. Of SGDOLFree,
+    six: the loss, with a mark for every rejected step and every rollback; step sizes; the smoothness M; signal-to-noise
+    ratio; noise scale; and how many look-backs, rejections, rollbacks and skipped batches there were.
+
+    Step sizes, M, the ratio and the noise scale have logarithmic axes, and so has a positive loss that falls by more
+    than a factor of ten. A value that is not positive and finite leaves a gap: a step size of 0, or a ratio whose
+    estimated signal or noise is not positive (shaded). More than six parameter groups with different step sizes are
+    drawn as their median and range. Nothing is written to disk, and matplotlib's global state is not changed. A
+    notebook shows the figure; elsewhere call ``figure.savefig(...)``.
 
     Args:
         history: a :class:`sgdol.torch.Log` or a trainer's ``StepSizeMonitor``; its ``history``, a list of dicts; a dict
             of columns; or ``trainer.state.log_history`` of Hugging Face.
-        axes: four axes to draw into, in the order above, instead of new ones; an array of ``subplots`` will do.
+        axes: the four or six axes to draw into, in the order above, instead of new ones; an array of ``subplots`` will
+            do.
         figure: the figure that gets new axes, instead of a new one. A subfigure will do.
 
     Returns:
@@ -78,16 +102,37 @@ def plot(history: Any, *, axes: Sequence[Axes] | None = None, figure: Figure | N
     curves = _curves(history)
     if axes is not None and figure is not None:
         raise ValueError("give axes or figure, not both")
-    panels = _new_axes(figure) if axes is None else list(getattr(axes, "flat", axes))
-    if len(panels) != len(PANELS):
-        raise ValueError(f"axes must be {len(PANELS)}, for {', '.join(PANELS)}; got {len(panels)}")
-    for name, panel in zip(PANELS, panels, strict=True):
-        _draw(panel, name, {label: curve for label, curve in curves.items() if label.split("/")[0] == name})
+    names = FREE_PANELS if "smoothness" in curves else PANELS
+    panels = _new_axes(figure, len(names) // 2) if axes is None else list(getattr(axes, "flat", axes))
+    if len(panels) != len(names):
+        raise ValueError(f"axes must be {len(names)}, for {', '.join(names)}; got {len(panels)}")
+    for name, panel in zip(names, panels, strict=True):
+        _draw(panel, name, _of_panel(curves, name))
+    if names == FREE_PANELS:
+        _mark_events(panels[0], curves)
     drawn: Any = panels[0].get_figure()
     return drawn
 
 
-def _new_axes(figure: Figure | None) -> list[Axes]:
+def _of_panel(curves: Mapping[str, Curve], name: str) -> dict[str, Curve]:
+    if name == "events":
+        return {title: curves[event] for event, title in EVENTS.items() if event in curves}
+    return {label: curve for label, curve in curves.items() if label.split("/")[0] == name}
+
+
+def _mark_events(panel: Axes, curves: Mapping[str, Curve]) -> None:
+    """A mark at the lower edge for every record in which the count of an event has grown."""
+    for event, marker, (colour, _) in (("rejections", "v", LOOKS[1]), ("rollbacks", "X", LOOKS[2])):
+        curve = [(0.0, 0.0), *curves.get(event, [])]
+        at = [x for (_, before), (x, now) in pairwise(curve) if now > before]
+        if at:
+            low = panel.get_xaxis_transform()
+            panel.plot(at, [0.03] * len(at), marker, color=colour, markersize=5, transform=low, label=EVENTS[event])
+    if panel.get_legend_handles_labels()[1]:
+        panel.legend(fontsize=8, framealpha=0.85, edgecolor="none")
+
+
+def _new_axes(figure: Figure | None, columns: int) -> list[Axes]:
     if figure is None:
         require("sgdol.plot", "plot", "matplotlib")
         from matplotlib.figure import Figure
@@ -100,8 +145,8 @@ def _new_axes(figure: Figure | None) -> list[Axes]:
                 self.savefig(file, format="png")
                 return file.getvalue()
 
-        figure = Shown(figsize=(9.0, 5.6), layout="constrained")
-    grid = figure.subplots(2, 2, sharex=True)
+        figure = Shown(figsize=(3.0 + 3.0 * columns, 5.6), layout="constrained")
+    grid = figure.subplots(2, columns, sharex=True)
     return list(grid.flat)
 
 
@@ -116,7 +161,6 @@ def _draw(panel: Axes, name: str, curves: Mapping[str, Curve]) -> None:
     place = panel.get_subplotspec()
     if place is None or place.is_last_row() or len(panel.get_shared_x_axes().get_siblings(panel)) == 1:
         panel.set_xlabel("step")
-    logarithmic = name in LOGARITHMIC
     drawn = {label: [(x, _shown(name, y)) for x, y in curve] for label, curve in curves.items()}
     values = [y for curve in drawn.values() for _, y in curve if math.isfinite(y)]
     if not values:
@@ -124,7 +168,7 @@ def _draw(panel: Axes, name: str, curves: Mapping[str, Curve]) -> None:
         message = known[-1] if known else "no value yet"
         panel.text(0.5, 0.5, message, transform=panel.transAxes, ha="center", va="center", color="#666666")
         return
-    merged = _merged(drawn)
+    merged = drawn if name == "events" else _merged(drawn)
     if len(merged) > len(LOOKS):
         _draw_range(panel, merged)
     else:
@@ -135,7 +179,7 @@ def _draw(panel: Axes, name: str, curves: Mapping[str, Curve]) -> None:
                 label="_" if len(curves) == 1 else label,
                 color=colour,
                 linestyle=dashes,
-                drawstyle="steps-post" if name == "skipped" else "default",
+                drawstyle="steps-post" if name in COUNTS else "default",
                 marker="o" if alone else None,
                 markersize=3,
                 markevery=alone or None,
@@ -143,17 +187,28 @@ def _draw(panel: Axes, name: str, curves: Mapping[str, Curve]) -> None:
     if name in ("signal_to_noise", "noise_scale"):
         for what, alpha in ((NO_SIGNAL, 0.12), (NO_NOISE, 0.05)):
             _mark_gaps(panel, [(x, _unseen(name, y) == what) for x, y in next(iter(curves.values()))], what, alpha)
-    if logarithmic:
+    if name in LOGARITHMIC or (name == "loss" and min(values) > 0 and max(values) > 10 * min(values)):
         _scale(panel, values)
-    elif name == "skipped":
+    elif name in COUNTS:
         top = max(1.0, *values)
-        panel.set_ylim(-0.04 * top, 1.06 * top)
-        panel.yaxis.set_major_locator(MaxNLocator(integer=True))
-    entries = len(panel.get_legend_handles_labels()[1])
+        panel.set_ylim(-0.04 * top, (1.5 if name == "events" else 1.06) * top)  # events have a legend above them
+        panel.yaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    handles, labels = panel.get_legend_handles_labels()
+    entries = len(labels)
+    if name == "events":
+        labels = [f"{label}: {merged[label][-1][1]:,.0f}" for label in labels]  # in all
     if entries:
-        outside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if entries > 2 else {}
+        outside = {"bbox_to_anchor": (1.0, 1.0)} if entries > 2 and name != "events" else {}
+        where: dict[str, Any] = {"loc": "upper left", **outside} if outside or name == "events" else {}
         title = "parameter group" if name == "step_size" else None
-        panel.legend(title=title, fontsize=8, title_fontsize=8, framealpha=0.85, edgecolor="none", **outside)
+        looks: dict[str, Any] = {
+            "title": title,
+            "fontsize": 8,
+            "title_fontsize": 8,
+            "framealpha": 0.85,
+            "edgecolor": "none",
+        }
+        panel.legend(handles, labels, **looks, **where)
 
 
 def _alone(values: Sequence[float]) -> list[int]:
@@ -212,7 +267,8 @@ def _scale(panel: Axes, values: Sequence[float]) -> None:
     if max(values) / min(values) < 100:
         middle, half = math.sqrt(max(values) * min(values)), max(1.15 * math.sqrt(max(values) / min(values)), 1.6)
         panel.set_ylim(middle / half, middle * half)
-        panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=20))
+        digits = (1.0, 2.0, 5.0) if max(values) / min(values) > 5 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+        panel.yaxis.set_major_locator(LogLocator(subs=digits, numticks=20))
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         panel.yaxis.set_minor_formatter(NullFormatter())
 
@@ -231,7 +287,11 @@ def _curves(history: Any) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for number, row in enumerate(rows, start=1):
         values = {str(name).removeprefix(PREFIX): value for name, value in row.items() if not _is_missing(value)}
-        here = {name: _number(name, value) for name, value in values.items() if name.split("/")[0] in PANELS}
+        here = {name: _number(name, value) for name, value in values.items() if name.split("/")[0] in RECORDED}
+        if {"evaluations", "updates"} <= here.keys():
+            here["look_backs"] = here["evaluations"] - here["updates"] - here.get("skipped", 0.0)
+        if "smoothness" not in here:
+            here.pop("loss", None)  # a tracker's own
         if any(name.startswith("step_size") and not math.isnan(value) for name, value in here.items()):
             step = _number("step", values.get("step", number))
             for name, value in here.items():

@@ -1,7 +1,7 @@
 r"""SGDOL without M, from top to bottom in one function: numpy, float64, slow and obvious. This is the truth.
 
 Nothing here is shared with the fast code, on purpose: whoever doubts an optimizer of this library can compare it with
-these lines and with ``docs/without_smoothness.md``.
+these lines and with ``docs/explanation/without_smoothness.md``.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ def sgdol_free(
     averaging: float = 8.0,
     metric: Literal["rms", "euclidean"] | MetricFunction = "rms",
     tensors: Sequence[int] | None = None,
+    counts: ArrayLike | None = None,
+    rates: Callable[[int], Vector] | None = None,
+    max_norm: float = inf,
 ) -> Run:
     r"""SGDOL without a smoothness constant.
 
@@ -60,11 +63,18 @@ def sgdol_free(
         x1: the first point.
         horizon: T, how many batches there are.
         momentum: beta.
-        weight_decay: decoupled.
+        weight_decay: in units of the root mean square of the direction, as AdamW's.
         averaging: a of the polynomial average.
         metric: ``"rms"``, the diagonal D of the roots of mean squared gradients; ``"euclidean"``, D = 1; or a function
             that makes D (:data:`MetricFunction`).
         tensors: how many coordinates each tensor has, in order; None if there is one tensor.
+        counts: how much the square of each of the k gradients counts at each coordinate, which sums to k over them:
+            ranks that have pieces of D measure their own gradient there only. None for 1. D is diagonal, otherwise.
+        rates: ``rates(t)`` are the multipliers lambda >= 0 of the coordinates in batch t, the same in each tensor; None
+            for 1. Their ratios rho = lambda/max(lambda) change the metric to D/rho, in which everything is measured
+            and learned; the largest multiplies the step that was learned. Needs ``"rms"`` or ``"euclidean"``.
+        max_norm: the user shortens gradients to this length, in Euclid's norm, before each step. Curvatures are
+            measured of gradients as they were, and a point that a step goes back to has one that nobody shortened.
 
     >>> rng = np.random.default_rng(0)
     >>> noise = rng.normal(size=(200, 2, 2))
@@ -88,8 +98,9 @@ def sgdol_free(
     S = N = V = 0.0
     penalty = 1.0
     since = 0
-    eta = M = Q = Y = W = alpha = smax = G = mu = F0 = sd = late = later = 0.0
-    capped = False
+    multiplied = 1.0
+    eta = M = M1 = Q = Y = W = alpha = smax = G = mu = F0 = sd = late = later = 0.0
+    capped, looks = False, 0
     evaluations = rejections = rollbacks = skipped = clipped = 0
     iterates, averages, step_sizes, smoothness = [x.copy()], [], [], []
 
@@ -99,6 +110,7 @@ def sgdol_free(
         made = False
         finite = isfinite(fx) and bool(np.isfinite(parts).all())
         g = _mean(parts)
+        given = max_norm / float(np.linalg.norm(g)) if finite and np.linalg.norm(g) > max_norm else 1.0
 
         # The metric: D of past gradients; at the first point, where there are none, a constant in each tensor.
         usual = seen / seen_weight if t else 0.0
@@ -113,7 +125,12 @@ def sgdol_free(
             D = (v + 0.01 * _tensor_means(mean, sizes)) / (w + 0.01) if t else _tensor_means(mean, sizes)
             D = np.sqrt(D + 1e-4 * mean.mean())
             D = D / sqrt(np.mean(D**2)) if np.any(D) else np.ones_like(x)
-            usual = np.sum(v / D) / w if t else 0.0  # the mean of n, had this metric always been there
+        lambdas = np.ones_like(x) if rates is None else np.asarray(rates(batch), dtype=np.float64)
+        factor = float(lambdas.max())
+        with np.errstate(divide="ignore"):
+            D = D if rates is None or factor == 0 else D / (lambdas / factor)  # infinite where nothing is to move
+        if metric == "rms" and t:
+            usual = np.sum(v / D) / w  # the mean of n, had this metric always been there
 
         # The first point: one more call to check the closure, then probes along the gradient for a first M.
         if t == 0 and finite and np.any(g):
@@ -139,19 +156,18 @@ def sgdol_free(
                     length /= 64
                 else:
                     length *= 64 if change == 0 else min(max(1 / 8 / change, 1 / 64), 64)
-            Q = Y = M**2
-            W = 1.0
+            M1 = M
             alpha = norm**2
 
         # 1. The guard on the loss.
-        if t >= 10 and (not isfinite(fx) or fx - mu > max(4 * sd, 0.5 * (F0 - mu))):
+        if t >= 10 and (not isfinite(fx) or fx - mu > penalty**2 * max(4 * sd, 0.5 * (F0 - mu))):
             fs, there = oracle(batch, average)
             evaluations += 1
             fine = isfinite(fs) and np.isfinite(there).all()
-            if fine and (not isfinite(fx) or fx - fs > max(2 * sd, 0.25 * (F0 - mu))):
-                x, fx, parts, finite = average.copy(), fs, there, True
+            if fine and (not isfinite(fx) or fx - fs > max(2 * sd, 0.25 * (F0 - mu), fs - mu)):
+                x, fx, parts, finite, given = average.copy(), fs, there, True, 1.0
                 m, weight, eta, since = np.zeros_like(x), 0.0, 0.0, 0
-                penalty *= 2
+                penalty = min(2 * penalty, 8.0)
                 smax /= 2
                 rollbacks += 1
 
@@ -159,7 +175,7 @@ def sgdol_free(
         g = _mean(parts)
         since += 1
         unusual = not finite or _norm(g, _solve(D, g)) > 3 * G
-        if eta > 0 and (since >= min(12, max(1, t / 6)) or t <= 5 or capped or unusual):
+        if eta > 0 and (since >= min(24, max(1, t / 6)) or t <= 5 or capped or unusual):
             fp, there = oracle(batch, before)
             evaluations += 1
             if isfinite(fp) and np.isfinite(there).all():
@@ -170,16 +186,20 @@ def sgdol_free(
                     y = g - q
                     r = float(y @ s) / ss if finite else 4 * M
                     count = sqrt(t + 1)
+                    share = count * min(1.0, (4 * M / r) ** 2) if r != 0 else count
                     if not finite or (y @ s > 4 * abs(q @ s) and r > M):
-                        x, fx, parts, finite = before, fp, there, True
-                        smax = min(smax, sqrt(ss) / 2)
+                        x, fx, parts, finite, given = before, fp, there, True, 1.0
+                        smax = min(smax, sqrt(ss) / multiplied / 2)
                         M = min(r, 2 * M)
                         Q = Y = count * M**2
                         W = count
+                        M1 = 0.0
                         rejections += 1
                     else:
-                        Q, Y, W = Q + count * r**2, Y + count * _norm(y, _solve(D, y)) ** 2 / ss, W + count
-                        M = sqrt(max(Q, 1e-6 * Y) / W) or M
+                        Q, Y, W = Q + share * r**2, Y + share * _norm(y, _solve(D, y)) ** 2 / ss, W + count
+                        looks += 1
+                        M1 = M1 if looks < 20 else 0.0
+                        M = sqrt((max(Q, 1e-6 * Y) + M1**2) / (W + (M1 > 0))) or M
 
         # 3. The step.
         if finite and alpha > 0:
@@ -194,8 +214,9 @@ def sgdol_free(
                 if t < 10:
                     F0 = max(F0, mu)
             g = _mean(parts)
-            u, n = _signal(parts, D), _norm(g, _solve(D, g)) ** 2
-            kappa = min(1.0, 2 * sqrt(usual / n)) if t >= 20 and usual > 0 and n > 0 else 1.0
+            u, n = _signal(parts, D, counts), _norm(g, _solve(D, g)) ** 2
+            longest = 3 * G if t < 20 else 2 * sqrt(usual)
+            kappa = min(given, longest / sqrt(n)) if longest > 0 and n > 0 else given
             clipped += kappa < 1
             g = kappa * g
             m = beta * m + (1 - beta) * g
@@ -203,8 +224,9 @@ def sgdol_free(
             length = _norm(m, _solve(D, m)) / weight
             falling = min(max((later - late) / (F0 - late) / 0.15, 0.0), 1.0) if late < F0 else 0.0
             gain = max(4 * alpha + S, 0.5 * sqrt(V))
-            cost = 4 * alpha + max(S, 0) / 4 + (1 - 0.5 * falling) * max(N, 0)
-            eta = gain / ((M + weight_decay) * cost) / penalty
+            largest = 1 if t < 20 else 4
+            cost = 4 * alpha + max(S, 0) / largest + (1 - 0.5 * falling) * max(N, 0)
+            eta = gain / (M * cost) / penalty
             penalty = max(1.0, 0.95 * penalty)
             if t == 0:
                 smax = 0.1 * eta * length / 2
@@ -214,13 +236,16 @@ def sgdol_free(
             smax = max(smax, eta * length)
             average = average + min(1.0, (a + 1) / (t + 1 + a)) * (x - average)
             before = x
-            x = x - eta * (_solve(D, m) / weight + weight_decay * x)
-            S += kappa * u
-            N += kappa**2 * n - kappa * u
-            V += (kappa * u) ** 2
-            G = max(sqrt(n), 0.95 * G)
+            d = _solve(D, m) / weight
+            x = x - factor * eta * (d + weight_decay * sqrt(np.mean(d**2)) * (lambdas / (factor or 1.0)) * x)
+            multiplied = factor
+            G = max(sqrt(n) * (kappa / given if t < 20 else 1), 0.95 * G)
+            u, n = kappa**2 / given * u, kappa**2 * n  # what the user has shortened is shorter in the direction only
+            S += u
+            N += n - u
+            V += u**2
             v, w = 0.99 * v + g**2, 0.99 * w + 1
-            seen, seen_weight = 0.99 * seen + kappa**2 * n, 0.99 * seen_weight + 1
+            seen, seen_weight = 0.99 * seen + n, 0.99 * seen_weight + 1
             past.append(g)
             t += 1
             made = True
@@ -247,9 +272,12 @@ def _mean(parts: Vector) -> Vector:
     return np.asarray(sum(parts) / len(parts))
 
 
-def _signal(parts: Vector, D: Vector) -> float:
+def _signal(parts: Vector, D: Vector, counts: ArrayLike | None) -> float:
     """The mean of <g_i, D^-1 g_j> over i != j."""
     k = len(parts)
+    if counts is not None:
+        total = np.sum(parts, axis=0)
+        return float(total @ (total / D) - np.sum(np.asarray(counts) * parts**2 / D)) / (k * (k - 1))
     return sum(float(parts[i] @ _solve(D, parts[j])) for i in range(k) for j in range(k) if i != j) / (k * (k - 1))
 
 
@@ -264,8 +292,8 @@ def _solve(D: Vector, g: Vector) -> Vector:
 
 
 def _times(D: Vector, s: Vector) -> Vector:
-    """D s, likewise."""
-    return D @ s if D.ndim == 2 else D * s
+    """D s, likewise; of what is not to move it is 0."""
+    return D @ s if D.ndim == 2 else np.where(np.isinf(D), 0.0, D) * s
 
 
 def _tensor_means(values: Vector, sizes: list[int]) -> Vector:

@@ -1,4 +1,4 @@
-r"""SGDOL without M, with a proof: the two algorithms of docs/unknown_smoothness.md, in numpy and float64.
+r"""SGDOL without M, with a proof: the two algorithms of docs/explanation/unknown_smoothness.md, in numpy and float64.
 
 Nothing here is shared with the fast code or with :mod:`sgdol.theory`, on purpose: each function is an algorithm as the
 page prints it, from top to bottom. :func:`run_with_test` is one run that doubles its guess of M when a test of the

@@ -1,8 +1,8 @@
-r"""What the updates so far say about the training, as numbers that people look at.
+r"""The numbers of ``diagnostics()``: signal-to-noise ratio, noise scale, regret.
 
-Front ends add (u, n) of every update to a few sums, each weighted by the base rate (:func:`recent` for the two of them
-that forget), and this module turns the sums into what ``diagnostics()`` shows. All values are bounded below by 0 or are
-finite, whatever the noise has done to the sums, so that a plot can show them.
+Front ends add (u, n) of every update to a few sums, each weighted by the base rate (two of them are moving averages,
+:func:`recent`). The functions here compute the diagnostics from these sums. Noise can make the sums negative; all
+results are at least 0 or finite nevertheless, so that a plot can show them.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ noise that the momentum has averaged away but that stays correlated over steps."
 
 
 class Statistics(NamedTuple):
-    """What one step tells the learner: the direction and its two numbers."""
+    """The direction d of one step and its two numbers, u and n."""
 
     direction: Array
     """d_t, with the shape of one gradient."""
@@ -86,7 +86,7 @@ def derivative(step_size: Array, u: Array, n: Array, smoothness: Array) -> Array
 
 
 def symmetric_signal(n: Array, sum_of_squares: Array, k: Array) -> Array:
-    r"""The symmetric estimate of the signal from what accumulated gradients leave behind.
+    r"""The symmetric estimate u of the signal, from an accumulated gradient and the norms of its contributions.
 
     With :math:`S` the sum of the ``k`` contributions (as scaled by whoever accumulated them) and :math:`Q` the sum of
     their squared norms,
@@ -94,7 +94,7 @@ def symmetric_signal(n: Array, sum_of_squares: Array, k: Array) -> Array:
     .. math:: u = \frac{k}{k - 1} \left(\|S\|^2 - Q\right),
 
     which is the mean of the cross products :math:`\langle g_i, g_j\rangle`, :math:`i \ne j`, in the scale of
-    :math:`S`. It is the same number whether the loss was divided by ``k`` or not, up to that scale squared.
+    :math:`S`. If the loss is multiplied by a factor, ``u`` is multiplied by the factor squared.
 
     Args:
         n: ||S||^2, whole, per block or per coordinate.
@@ -146,7 +146,7 @@ def statistics(
 
     Args:
         gradients: shape ``(k, ...)``, the k gradients along the first axis, k at least 2. The paper's estimator uses
-            the first two and throws the rest away.
+            the first two and ignores the others.
         estimator: ``"symmetric"`` or ``"paper"``.
         blocks: None for one pair over all coordinates (Algorithm 1); ``"coordinate"`` for a pair per coordinate
             (section 6); or an integer array with the shape of one gradient that numbers the blocks from 0.

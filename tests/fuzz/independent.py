@@ -201,7 +201,7 @@ class Independent:
         self.updates += 1
         for c, d in zip(coordinates, direction, strict=True):
             group = self.groups[c.group]
-            step = group.lr * multipliers[c.block]
+            step = group.lr / (1 - group.momentum) * multipliers[c.block]
             c.x = c.x - step * (group.weight_decay * c.x + (-d if group.maximize else d))
             c.last = d
             if group.averaging is not None and c.average is None:

@@ -27,7 +27,7 @@ DEFAULTS = {
     "bias_correction": False,
     "learner": "measured",
 }
-"""The defaults for a learning rate of 1/4, in the words of the reference."""
+"""The defaults for a base rate of 1/4, in the words of the reference."""
 
 
 def reference(recorded, **options):

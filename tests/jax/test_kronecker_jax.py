@@ -58,7 +58,7 @@ def test_sgdol_equals_the_reference(k, options, words):
     truth = replay(
         recorded, start, smoothness=4.0, alpha=None, estimator="symmetric", metric=matrix, tensors=tensors, **words
     )
-    optimizer = sgdol(0.25, metric="kronecker", **options)
+    optimizer = sgdol(smoothness=4.0, metric="kronecker", **options)
     params = tree(start)
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for t, stack in enumerate(recorded):

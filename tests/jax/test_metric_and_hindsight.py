@@ -61,7 +61,7 @@ def test_equals_the_reference(case):
 def test_the_defaults_are_momentum_without_correction_measured_curvature_and_ten_squared_gradients():
     recorded = overshooting(80, 2)
     truth = reference(recorded)
-    iterates, _ = run(sgdol(0.25), recorded)
+    iterates, _ = run(sgdol(smoothness=4.0), recorded)
     np.testing.assert_allclose(iterates, truth.iterates, rtol=0, atol=1e-12)
     assert np.ptp(4 * truth.step_sizes) > 0.01
 
@@ -94,8 +94,8 @@ def test_alpha_is_a_squared_gradient_also_with_momentum(learner):
 def test_an_epoch_may_be_a_traced_number():
     """As optax.inject_hyperparams makes one of every number."""
     recorded = overshooting(20, 2)
-    iterates, state = run(optax.inject_hyperparams(sgdol)(0.25, epoch=5, kappa=0.5), recorded)
-    assert set(state.hyperparams) == {"learning_rate", "momentum", "epoch", "kappa"}
+    iterates, state = run(optax.inject_hyperparams(sgdol)(smoothness=4.0, epoch=5, kappa=0.5), recorded)
+    assert set(state.hyperparams) == {"smoothness", "momentum", "epoch", "kappa"}
     np.testing.assert_allclose(iterates, reference(recorded, epoch=5, kappa=0.5).iterates, rtol=0, atol=1e-12)
 
 

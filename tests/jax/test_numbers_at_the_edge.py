@@ -11,8 +11,8 @@ import optax
 import pytest
 from six_numbers import flat, gradients, granular, run, tree
 
-from sgdol.jax import ScaleBySGDOLState, diagnostics, scale_by_sgdol, sgdol
-from sgdol.learners import MeasuredCurvature
+from sgdol.jax import diagnostics, scale_by_sgdol, sgdol
+from sgdol.learners import FTRL, MeasuredCurvature
 
 # Gradients -----------------------------------------------------------------------------------------------------------
 
@@ -93,11 +93,12 @@ def test_gradients_that_cancel_at_first_still_count():
         np.testing.assert_array_equal(iterates, expected)
 
 
-def test_a_state_from_before_there_was_a_unit_is_refused():
-    optimizer, params = scale_by_sgdol(), tree(np.zeros(6))
-    old = ScaleBySGDOLState(*optimizer.init(params)[:9])
-    with pytest.raises(ValueError, match=r"state was made without a unit, as those of version 0.1, .*: init a state"):
-        optimizer.update(tree(gradients(1, 2)[0]), old, params)
+def test_a_state_of_another_learner_or_granularity_is_refused():
+    params, stack = tree(np.zeros(6)), tree(gradients(1, 2)[0])
+    with pytest.raises(ValueError, match=r"made with another learner: it has 2 numbers, and MeasuredCurvature has 4"):
+        scale_by_sgdol().update(stack, scale_by_sgdol(learner=FTRL()).init(params), params)
+    with pytest.raises(ValueError, match=r'made with granularity="coordinate" and this optimizer is without'):
+        scale_by_sgdol().update(stack, scale_by_sgdol(granularity="coordinate").init(params), params)
 
 
 @pytest.mark.parametrize("kappa", [1e308, 1e-308])

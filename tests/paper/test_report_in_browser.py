@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser
+
+from sgdol.paper import claims
 
 pytestmark = [
     pytest.mark.browser,
@@ -61,14 +64,22 @@ def test_text_stands_out_from_the_page(browser, written_page, dark):
     assert (light[0] > light[1]) == dark
 
 
+WRITTEN = sorted(check.id for check in claims.CHECKS if check.kind != "theorem")
+"""What the written page claims: theorems are computed, not written."""
+IN_PART = "document.querySelector('[data-show=part]')"
+
+
 def test_the_filter_shows_one_verdict_and_a_link_brings_the_rest_back(shown):
     visible = "[...document.querySelectorAll('.claim')].filter((c) => c.checkVisibility()).map((c) => c.id)"
     everything = shown.run(visible)
-    assert len(everything) == 28
-    shown.run("document.querySelector('[data-show=no]').click()")
-    assert shown.run(visible) == ["smoothness-1002"]
-    assert shown.run("document.getElementById('set-ups').checkVisibility()") is False
-    assert shown.run("document.querySelector('[data-show=no]').getAttribute('aria-pressed')") == "true"
+    assert sorted(everything) == WRITTEN
+    in_part = shown.run("[...document.querySelectorAll('.claim[data-verdict=part]')].map((c) => c.id)")
+    shown.run(f"{IN_PART}.click()")
+    assert shown.run(visible) == in_part
+    assert 0 < len(in_part) < len(everything)
+    empty = "[...document.querySelectorAll('.group')].filter((g) => !g.querySelector('[data-verdict=part]'))"
+    assert not any(shown.run(f"{empty}.map((g) => g.checkVisibility())"))
+    assert shown.run(f"{IN_PART}.getAttribute('aria-pressed')") == "true"
     shown.run("location.hash = '#phi'; new Promise((done) => setTimeout(done, 300))")
     assert shown.run(visible) == everything
 
@@ -107,13 +118,15 @@ def test_a_method_can_be_taken_out_of_the_curves_and_put_back(shown):
     assert "SGD" in shown.run(LINES)
 
 
+CHOOSE = (
+    "(() => {{ const s = document.getElementById('{}'); s.value = '{}'; s.dispatchEvent(new Event('change')); }})()"
+)
+
+
 def test_another_experiment_and_quantity_can_be_chosen(shown):
-    choose = (
-        "(() => {{ const s = document.getElementById('{}'); s.value = '{}'; s.dispatchEvent(new Event('change')); }})()"
-    )
-    shown.run(choose.format("curves-experiment", 1))
+    shown.run(CHOOSE.format("curves-experiment", 1))
     assert "SGD GL" in shown.run(LINES)
-    shown.run(choose.format("curves-quantity", "step_size"))
+    shown.run(CHOOSE.format("curves-quantity", "step_size"))
     assert "Adam" not in shown.run(LINES)
 
 
@@ -139,6 +152,30 @@ def test_the_keyboard_reads_the_curves_too(shown):
     assert "iteration 1:" in shown.run(READOUT) or "iteration 2:" in shown.run(READOUT)
 
 
+def test_the_read_out_follows_a_change_of_quantity_and_of_methods(shown):
+    shown.run("document.querySelector('#curves-panels svg').dispatchEvent(new KeyboardEvent('keydown', {key: 'End'}))")
+    gradients = shown.run(READOUT)
+    shown.run(CHOOSE.format("curves-quantity", "step_size"))
+    steps = shown.run(READOUT)
+    assert steps.split(":")[0] == gradients.split(":")[0]  # the same panel and iteration...
+    assert steps != gradients  # ...with other numbers
+    assert "Adam" not in steps.replace("AdaGrad", "")  # Adam has no step size
+    shown.run("[...document.querySelectorAll('#curves-methods button')].find((b) => b.textContent === 'SGD').click()")
+    assert "SGD " not in shown.run(READOUT).replace("SGDOL", "")
+    shown.run("document.querySelectorAll('#curves-methods button[aria-pressed=true]').forEach((b) => b.click())")
+    assert "none of the chosen methods" in shown.run(READOUT)
+
+
+def test_ticks_are_round(shown):
+    shown.run(CHOOSE.format("curves-quantity", "step_size"))
+    labels = "document.querySelector('#curves-panels svg').querySelectorAll('text[text-anchor=end]')"
+    ticks = [float(text) for text in shown.run(f"[...{labels}].map((label) => label.textContent)")]
+    assert len(ticks) >= 3
+    steps = {f"{b - a:.6g}" for a, b in pairwise(ticks)}
+    assert len(steps) == 1
+    assert f"{float(steps.pop()):.0e}"[0] in "125"
+
+
 def test_a_figure_can_be_enlarged_on_a_phone_and_closed_again(browser, written_page):
     browser.open(written_page, width=400, height=800)
     browser.run("document.querySelector('#figure1 .enlarge').click(); new Promise((done) => setTimeout(done, 300))")
@@ -151,7 +188,7 @@ def test_a_figure_can_be_enlarged_on_a_phone_and_closed_again(browser, written_p
 
 def test_on_paper_the_evidence_is_there_whatever_was_hidden(browser, written_page):
     browser.open(written_page)
-    browser.run("document.querySelector('[data-show=no]').click()")
+    browser.run(f"{IN_PART}.click()")
     browser.call("Emulation.setEmulatedMedia", media="print", features=[])
     hidden = "[...document.querySelectorAll('.claim, .claim details table')].filter((e) => !e.checkVisibility()).length"
     browser.run("dispatchEvent(new Event('beforeprint'))")
@@ -171,5 +208,5 @@ def test_without_scripts_the_page_is_still_a_report(browser, written_page, tmp_p
         browser.open(plain)
     finally:
         browser.call("Emulation.setScriptExecutionDisabled", value=False)
-    assert browser.run("document.querySelectorAll('.claim').length") == 28
+    assert browser.run("document.querySelectorAll('.claim').length") == len(WRITTEN)
     assert browser.run("[...document.querySelectorAll('.js-only')].some((e) => e.checkVisibility())") is False

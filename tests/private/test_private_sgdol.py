@@ -185,6 +185,25 @@ def test_virtual_steps_change_nothing(source):
     assert sum(steps for _, _, steps in engine.accountant.history) == 2 * SAMPLES // BATCH
 
 
+@pytest.mark.parametrize("source", ["variance", "past", "pairs"])
+def test_opacus_tools_may_be_given_the_optimizer_that_is_wrapped(source):
+    """The noise stayed what it was, and every physical batch was a step of its own: 37 instead of 8."""
+    found = []
+    for given in ("wrapped", "itself"):
+        model, plain, loader, engine = private()
+        early = ExponentialNoise(plain, gamma=0.5)
+        optimizer = PrivateSGDOL(plain, source=source)
+        told = plain if given == "wrapped" else optimizer
+        late = ExponentialNoise(told, gamma=0.5)
+        for scheduler in (early, late):
+            scheduler.step()
+        assert optimizer.noise_multiplier == SIGMA / 4
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=told) as parts:
+            found.append(train(model, optimizer, parts))
+        assert sum(steps for _, _, steps in engine.accountant.history) == 2 * SAMPLES // BATCH
+    assert torch.equal(*found)
+
+
 def test_virtual_steps_of_halves_add_up_to_one_release():
     """Coins are drawn per physical batch, so only the sum of the halves compares: without noise the batch's."""
     model, optimizer, loader, _ = private("halves", noise=0.0, momentum=0.0)
@@ -390,7 +409,7 @@ def test_what_cannot_be_wrapped_is_refused_in_a_sentence():
         PrivateSGDOL(DPOptimizer(torch.optim.SGD(optimizer.params, lr=1.0, momentum=0.9), **numbers))
 
 
-# How noisy the signal is, in units of d s^4 with s = sigma C/B, where everything is noise: docs/private.md.
+# How noisy the signal is, in units of d s^4 with s = sigma C/B, where everything is noise: docs/explanation/private.md.
 @pytest.mark.parametrize(
     ("source", "momentum", "expected"),
     [("variance", 0.0, 2.0), ("pairs", 0.0, 1.0), ("halves", 0.0, 16.0), ("past", 0.9, 0.81 * 0.1 / 1.9)],

@@ -140,5 +140,5 @@ def test_a_bad_argument_is_refused_by_name_and_value(batch, parts, error, messag
 
 def test_a_loss_that_is_not_one_number_is_refused():
     net = model()
-    with pytest.raises(TypeError, match=r"loss_fn must return the mean loss .* a tensor of shape \(2, 1\)"):
+    with pytest.raises(TypeError, match=r"loss_fn must return the loss .* a tensor of shape \(2, 1\)"):
         backward(lambda a: net(a), torch.ones(4, 3))

@@ -17,7 +17,7 @@ from sgdol.learners import FTRL
 
 STEPS = 6
 BATCH = 4
-SENSITIVE = {"lr": 0.1, "learner": FTRL()}
+SENSITIVE = {"smoothness": 10.0, "learner": FTRL()}
 """Every step size is another one if any of the ranks' contributions is wrong."""
 
 
@@ -105,7 +105,7 @@ def hooked(rank: int, world: int, register) -> dict:
     """With a communication hook: where the parameters end, and what is said about it."""
     net = DistributedDataParallel(model())
     register(net)
-    opt = SGDOL(net.parameters(), lr=0.1)
+    opt = SGDOL(net.parameters(), smoothness=10.0)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for step in range(STEPS):
@@ -186,21 +186,23 @@ CASES: dict[int, dict[str, tuple[dict, int]]] = {
         ),
         "tensor, momentum": ({"granularity": "tensor", "momentum": 0.9}, 8),
         "coordinate": ({"granularity": "coordinate", "weight_decay": 0.1}, SIZE + 8),
-        "default learner": ({"learner": None, "kappa": None, "lr": 10.0}, 8),
-        "default learner, no momentum": ({"learner": None, "kappa": 1.0, "lr": 1.0, "momentum": 0.0}, 8),
-        "default learner, rms": ({"learner": None, "kappa": 1.0, "lr": 10.0, "metric": "rms"}, 8),
-        "rms": ({"lr": 1.0, "metric": "rms"}, 8),
+        "default learner": ({"learner": None, "kappa": None, "smoothness": 0.1}, 8),
+        "default learner, no momentum": ({"learner": None, "kappa": 1.0, "smoothness": 1.0, "momentum": 0.0}, 8),
+        "default learner, rms": ({"learner": None, "kappa": 1.0, "smoothness": 0.1, "metric": "rms"}, 8),
+        "rms": ({"smoothness": 1.0, "metric": "rms"}, 8),
         "rms, tensor, no momentum, two microbatches": (
             {"microbatches": 2, "metric": "rms", "granularity": "tensor", "momentum": 0.0},
             8,
         ),
+        "kronecker": ({"smoothness": 1.0, "metric": "kronecker"}, 8),
+        "kronecker, two microbatches": ({"smoothness": 1.0, "microbatches": 2, "metric": "kronecker"}, 8),
         "epochs": ({"epoch": 3}, 8),
         "paper": ({"estimator": "paper", "momentum": 0.0}, 0),
     },
     4: {
         "global, clipped": ({"clip": 0.5}, 8),
         "coordinate": ({"granularity": "coordinate"}, SIZE + 8),
-        "default learner, rms": ({"learner": None, "kappa": 1.0, "lr": 10.0, "metric": "rms"}, 8),
+        "default learner, rms": ({"learner": None, "kappa": 1.0, "smoothness": 0.1, "metric": "rms"}, 8),
         "unused parameters": ({"ddp": {"find_unused_parameters": True}, "branches": True}, 8),
     },
 }

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from closures import closure_of
 from ranks import launch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sgdol import SGDOL, SGDOLFree
 from sgdol.reference_free import sgdol_free
+from sgdol.torch import backward
 
 D = 6
 SHAPES = [(3,), (1, 2), ()]
@@ -76,9 +75,9 @@ def ledge(seed: int = 0, k: int = 2, noise: float = 0.05):
 
 
 def burst(seed: int = 0, k: int = 2, noise: float = 0.5):
-    """Every ninth batch has three hundred times the noise, from the 23rd on: its gradient is clipped."""
+    """Every ninth batch has three hundred times the noise, the fifth first: its gradient is clipped."""
     gentle, wild = quadratic(seed, k, noise), quadratic(seed, k, 300 * noise)
-    return lambda x, t, part: (wild if t >= 22 and t % 9 == 4 else gentle)(x, t, part)
+    return lambda x, t, part: (wild if t % 9 == 4 else gentle)(x, t, part)
 
 
 PROBLEMS = {"quadratic": quadratic, "rosenbrock": rosenbrock, "cliff": cliff, "ledge": ledge, "burst": burst}
@@ -172,7 +171,7 @@ def test_the_problems_reach_every_branch(metric):
     options = {"metric": metric, "tensors": SIZES}
     assert sgdol_free(oracle_of(ledge(), 2), START, STEPS["ledge"], **options).rejections > 0
     assert sgdol_free(oracle_of(cliff(), 2), START, STEPS["cliff"], **options).rollbacks > 0
-    assert sgdol_free(oracle_of(burst(), 2), START, 60, **options).clipped == 5
+    assert sgdol_free(oracle_of(burst(), 2), START, 60, **options).clipped > 5
 
 
 def holes(seed: int = 0, k: int = 2):
@@ -423,16 +422,48 @@ def test_frozen_parameters_and_those_without_a_gradient_stay():
 
 
 def test_groups_decay_on_their_own():
-    loss, params = quadratic(noise=0.0), parameters(START)
-    opt = SGDOLFree([{"params": params[:1], "weight_decay": 0.5}, {"params": params[1:]}])
-    same = parameters(START)
-    both = SGDOLFree(same, weight_decay=0.5)
-    for t in range(3):
-        opt.step(problem_closure(opt, params, loss, t))
-        both.step(problem_closure(both, same, loss, t))
-    assert torch.allclose(params[0], same[0], rtol=1e-3)
-    assert not torch.equal(params[1], same[1])
-    assert opt.param_groups[0]["step_size"] == opt.param_groups[1]["step_size"] > 0
+    """One step: both take the same direction, and only the first group decays."""
+    decaying, plain = parameters(START), parameters(START)
+    opt = SGDOLFree([{"params": decaying[:1], "weight_decay": 0.5}, {"params": decaying[1:]}])
+    other = SGDOLFree(plain)
+    opt.step(problem_closure(opt, decaying, quadratic(), 0))
+    other.step(problem_closure(other, plain, quadratic(), 0))
+    step = flat(plain).detach().numpy() - START  # -eta d
+    expected = step.copy()
+    expected[:3] -= 0.5 * np.sqrt(np.mean(step**2)) * START[:3]
+    assert flat(decaying).detach().numpy() - START == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("metric", ["rms", "kronecker"])
+def test_the_decay_does_not_depend_on_the_scale_of_the_loss(metric):
+    one = train("quadratic", 40, metric=metric, weight_decay=0.1)
+    other = train("quadratic", 40, metric=metric, weight_decay=0.1, scale_f=2.0**20)
+    assert np.array_equal(one[0], other[0])
+    assert not np.array_equal(one[0], train("quadratic", 40, metric=metric)[0])
+
+
+def test_a_usual_decay_does_not_stop_learning():
+    """AdamW's largest usual value: logistic regression ends at 0.077 instead of 0.053, from 0.69."""
+    torch.manual_seed(0)
+    x = torch.randn(2000, 10)
+    y = (x @ torch.randn(10) > 0).float()
+    losses = []
+    for decay in (0.0, 0.1):
+        w = nn.Parameter(torch.zeros(10))
+        opt = SGDOLFree([w], weight_decay=decay)
+        for t in range(200):
+            batches = [slice(b * 1000 + 5 * t, b * 1000 + 5 * t + 5) for b in (0, 1)]
+            opt.step(
+                closure_of(
+                    opt,
+                    lambda w=w, batches=batches: (
+                        nn.functional.binary_cross_entropy_with_logits(x[b] @ w, y[b]) / 2 for b in batches
+                    ),
+                )
+            )
+        with opt.averaged():
+            losses.append(float(nn.functional.binary_cross_entropy_with_logits(x @ w, y).detach()))
+    assert losses[1] < 2 * losses[0] < 0.15
 
 
 # Saving ---------------------------------------------------------------------------------------------------------------
@@ -542,11 +573,6 @@ def test_passes_that_reach_different_parameters_are_measured():
 
 
 # Misuse ---------------------------------------------------------------------------------------------------------------
-
-
-def test_no_closure_is_an_error():
-    with pytest.raises(TypeError, match="needs a closure"):
-        SGDOLFree([nn.Parameter(torch.ones(2))]).step()
 
 
 def test_a_closure_that_draws_a_new_batch_each_time_is_an_error_in_the_first_step():
@@ -672,15 +698,10 @@ def test_ten_skips_running_are_said_once():
         opt.step(bad)
 
 
-@pytest.mark.parametrize("option", ["betas", "nesterov", "eps", "lr", "smoothness", "gamma"])
+@pytest.mark.parametrize("option", ["betas", "nesterov", "eps", "smoothness", "gamma"])
 def test_an_option_of_another_optimizer_is_refused_in_a_sentence(option):
-    with pytest.raises(TypeError, match=rf"SGDOLFree has no option '{option}'(: |; it has momentum)"):
+    with pytest.raises(TypeError, match=rf"SGDOLFree has no option '{option}'(: |; it has lr)"):
         SGDOLFree(network().parameters(), **{option: 1})
-
-
-def test_a_rate_in_the_place_where_other_optimizers_have_it_is_refused_in_a_sentence():
-    with pytest.raises(TypeError, match="SGDOLFree has no option 'lr': it chooses every step size itself"):
-        SGDOLFree([torch.nn.Parameter(torch.zeros(2))], 1e-3)
 
 
 def test_nothing_but_evaluating_is_done_inside_averaged():
@@ -698,7 +719,7 @@ def test_nothing_but_evaluating_is_done_inside_averaged():
 def test_a_closure_without_backward_or_loss_is_an_error():
     net = network()
     opt = SGDOLFree(net.parameters())
-    with pytest.raises(RuntimeError, match="left no gradient"):
+    with pytest.raises(RuntimeError, match="there is no gradient"):
         opt.step(lambda: 1.0)
     with pytest.raises(TypeError, match="must return the loss"):
         opt.step(lambda: None)
@@ -762,23 +783,6 @@ def test_training_goes_on_after_a_closure_that_raised(step, call, error):
             opt.step(net_closure(opt, net, batch(step)))
         results.append(train_network(net, opt, step + 1, step + 8))
     assert results[0] == results[1]
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda opt: torch.optim.lr_scheduler.StepLR(opt, 10),
-        lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10),
-        lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda t: 1.0),
-        lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10),
-        lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt),
-    ],
-    ids=["step", "cosine", "lambda", "one cycle", "plateau"],
-)
-def test_a_scheduler_is_told_that_there_is_nothing_to_schedule(schedule):
-    opt = SGDOLFree([nn.Parameter(torch.ones(2))])
-    with pytest.raises(KeyError, match=r"SGDOLFree has no learning rate.*Delete the scheduler"):
-        schedule(opt)
 
 
 def test_its_text_is_short():
@@ -846,6 +850,11 @@ def test_a_state_that_version_0_1_saved_is_refused():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
+        (
+            {"lr": -1.0},
+            ValueError,
+            r"lr must be at least 0 and finite, at most 1e\+30; 1 is the step size that is learned, got -1.0",
+        ),
         ({"momentum": 1.0}, ValueError, "momentum must be at least 0 and less than 1, got 1.0"),
         ({"averaging": -1}, ValueError, "averaging must be at least 0"),
         ({"averaging": None}, TypeError, "averaging must be a number"),
@@ -889,32 +898,46 @@ def test_grad_scaler_refuses_closures_itself():
 WORLD = 2
 
 
+METRICS = ("rms", "kronecker")
+
+
 def parallel_worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     try:
-        net = DistributedDataParallel(network(dropout=0.0)[::2])  # no BatchNorm, whose batches would differ
-        opt = SGDOLFree(net.parameters())
-        for t in range(20):
-            x = batch(t).chunk(WORLD)[rank]
-            opt.step(net_closure(opt, net, x * (50.0 if t == 15 else 1.0), parts=1))
-        sharded = nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (WORLD,)), [Shard(0)]))
-        with pytest.raises(NotImplementedError, match="does not support DTensor"):
-            SGDOLFree([sharded])
-        saved = {"params": [p.detach() for p in net.parameters()], "state": opt.state_dict()}
-        torch.save({**saved, "report": opt.diagnostics()}, f"{folder}/{rank}.pt")
+        done = {}
+        for metric in METRICS:
+            net = DistributedDataParallel(network(dropout=0.0)[::2])  # no BatchNorm, whose batches would differ
+            opt = SGDOLFree(net.parameters(), metric=metric)
+            for t in range(20):
+                x = batch(t).chunk(WORLD)[rank]
+                opt.step(net_closure(opt, net, x * (50.0 if t == 15 else 1.0), parts=1))
+            saved = {"params": [p.detach() for p in net.parameters()], "state": opt.state_dict()}
+            done[metric] = {**saved, "report": opt.diagnostics()}
+        torch.save(done, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
-def test_ranks_are_the_parts_of_one_process(tmp_path):
-    launch(parallel_worker, (str(tmp_path),), WORLD)
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("parallel")
+    launch(parallel_worker, (str(folder),), WORLD)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_ranks_are_the_parts_of_one_process(parallel, metric):
+    ranks = [found[metric] for found in parallel]
     for a, b in zip(ranks[0]["params"], ranks[1]["params"], strict=True):
         assert torch.equal(a, b)
     assert ranks[0]["state"]["param_groups"] == ranks[1]["state"]["param_groups"]
+    for index, held in ranks[0]["state"]["state"].items():  # among them the bases of the Kronecker metric
+        other = ranks[1]["state"]["state"][index]
+        assert held.keys() == other.keys()
+        assert all(torch.equal(held[name], other[name]) for name in held)
     net = network(dropout=0.0)[::2]
-    opt = SGDOLFree(net.parameters())
+    opt = SGDOLFree(net.parameters(), metric=metric)
     for t in range(20):
         opt.step(net_closure(opt, net, batch(t) * (50.0 if t == 15 else 1.0), parts=WORLD))
     torch.testing.assert_close(ranks[0]["params"], [p.detach() for p in net.parameters()], rtol=1e-9, atol=1e-12)
@@ -924,6 +947,30 @@ def test_ranks_are_the_parts_of_one_process(tmp_path):
         assert ranks[0]["report"][name] == report[name], name
 
 
+def infinite_worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    try:
+        net = DistributedDataParallel(network(dropout=0.0)[::2])
+        opt = SGDOLFree(net.parameters())
+        for t in range(8):
+            extra = math.inf if rank == 1 and t in (0, 3) else 0.0
+            backward(lambda x, extra=extra: net(x).square().mean() + extra, batch(t).chunk(WORLD)[rank], parts=1)
+            opt.step()
+            opt.zero_grad()
+        torch.save({"params": [p.detach() for p in net.parameters()], **opt.diagnostics()}, f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_loss_that_is_infinite_on_one_rank_skips_the_step_on_all(tmp_path):
+    """Its gradients are finite. The ranks decided differently and waited for one another for ever."""
+    launch(infinite_worker, (str(tmp_path),), WORLD)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    assert [(rank["skipped"], rank["updates"]) for rank in ranks] == [(2, 6)] * WORLD
+    assert all(torch.equal(a, b) for a, b in zip(ranks[0]["params"], ranks[1]["params"], strict=True))
+
+
 def test_a_parameter_that_joins_later_is_looked_back_at_where_it_was():
     """Its first average, which the guard asks, and its first last point, which a look-back asks, are its own value."""
     old, late = (nn.Parameter(torch.full((3,), 5.0, dtype=torch.float64)) for _ in range(2))
@@ -931,7 +978,7 @@ def test_a_parameter_that_joins_later_is_looked_back_at_where_it_was():
     for t in range(40):
         generator = torch.Generator().manual_seed(t)
         noise = torch.randn(2, 2, 3, generator=generator, dtype=torch.float64)
-        jump = 100.0 if t == 30 else 1.0  # the guard asks the average
+        jump = {30: 1e2, 31: 1e4}.get(t, 1.0)  # the guard asks the average, a look-back the last point
 
         def closure(t=t, noise=noise, jump=jump):
             opt.zero_grad()
@@ -946,7 +993,7 @@ def test_a_parameter_that_joins_later_is_looked_back_at_where_it_was():
             return sum(losses)
 
         opt.step(closure)
-    assert [x for t, *x in seen if t == 30] == [[5.0] * 3] * 2
+    assert [x for t, *x in seen if t == 30] == [[5.0] * 3] * 3  # now, at the average and before the last step
     assert [5.0] * 3 in [x for t, *x in seen if t == 31]
 
 
@@ -970,3 +1017,40 @@ def test_a_parameter_that_joins_later_counts_as_one_whose_gradients_were_zero(me
     weights = [opt.state[p]["metric.weight"].item() for p in (*first.parameters(), *late.parameters())]
     assert weights == [weights[0]] * 4
     assert weights[0] > 20
+
+
+class Dropped(nn.Module):
+    """A residual layer that takes part in every second batch, by chance."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+    def forward(self, x):
+        return x if torch.rand(()) < 0.5 else x + self.body(x)
+
+
+def test_layers_that_take_part_in_some_batches_only_do_not_throw_the_start_away():
+    """The batch loss rises 1.05 times in the first 50 steps; it was 1.5 when clips began with the 20th."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(4096, 10, generator=generator)
+    hidden, out = (torch.randn(shape, generator=generator) for shape in ((10, 16), (16, 4)))
+    labels = (torch.tanh(inputs @ hidden) @ out).argmax(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        net = nn.Sequential(nn.Linear(10, 32), *[Dropped(32) for _ in range(6)], nn.Linear(32, 4))
+        opt, losses = SGDOLFree(net.parameters(), metric="kronecker"), []
+        batches = torch.Generator().manual_seed(3)
+        for _ in range(50):
+            chosen = torch.randint(0, len(inputs), (64,), generator=batches)
+
+            def closure(chosen=chosen):
+                opt.zero_grad()
+                halves = [nn.functional.cross_entropy(net(inputs[i]), labels[i]) / 2 for i in chosen.chunk(2)]
+                for loss in halves:
+                    loss.backward()
+                return sum(halves)
+
+            losses.append(opt.step(closure).item())
+    assert max(losses) < 1.25 * losses[0]
+    assert opt.diagnostics()["loss"] < 0.9 * losses[0]

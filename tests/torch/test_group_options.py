@@ -214,11 +214,12 @@ def test_weight_decay_of_a_group_is_that_groups_alone(name, k):
         opt = SGDOL(groups)
         problem.train(opt, k, updates=1)
         found.append((problem.weight.detach().clone(), problem.bias.detach().clone()))
-        step_size = float(opt.param_groups[0]["step_size"])
+        group = opt.param_groups[0]
+        eta = float(group["step_size"]) / (1 - group["momentum"])
         problem.train(opt, k, updates=9)
         problem.assert_improved(options.get("maximize", False))
     (weight, bias), (decayed, other) = found
-    torch.testing.assert_close(decayed, weight - step_size * 0.1 * problem.start[0])
+    torch.testing.assert_close(decayed, weight - eta * 0.1 * problem.start[0])
     assert torch.equal(bias, other)
 
 

@@ -657,3 +657,21 @@ def test_parameters_with_gaps_or_another_order_in_memory_are_parameters(granular
             opt.step()
             opt.zero_grad()
     assert_equal(strange.detach(), plain.detach())
+
+
+def test_a_large_parameter_without_a_gradient_does_not_make_the_others_keep_theirs():
+    """D of a tensor without a past is made of the present gradient; that of the others is known before."""
+    torch.manual_seed(0)
+    used, unused = (torch.nn.Parameter(torch.randn(200, 100)) for _ in range(2))
+    twin = copy.deepcopy(used)
+    opt, other = SGDOL([used, unused], lr=1e-3, metric="rms"), SGDOL([twin], lr=1e-3, metric="rms")
+    for _ in range(3):
+        noise = torch.randn(2, 200, 100)
+        for weight in noise:
+            for p in (used, twin):
+                (p.square() * weight).sum().backward()
+        assert not (opt.state and 0 in opt._passes.known._vectors)
+        for optimizer in (opt, other):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(used, twin)

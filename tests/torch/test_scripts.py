@@ -57,7 +57,7 @@ def test_a_language_model_loop_that_accumulates_and_clips_learns_without_a_word(
     torch.manual_seed(0)
     text = torch.where(torch.rand(4000) < 0.2, torch.randint(8, (4000,)), torch.arange(4000) % 8)
     model = torch.nn.Sequential(torch.nn.Embedding(8, 16), torch.nn.Linear(16, 8))
-    opt = SGDOL(model.parameters(), lr=1.0)
+    opt = SGDOL(model.parameters(), lr=0.1)
     accumulation, losses = 4, []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -103,7 +103,7 @@ class Net:
 def test_a_closure_that_evaluates_the_batch_of_the_moment_is_called_once_and_its_gradients_make_pairs():
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1))
-    net = Net(module, SGDOL(module.parameters(), lr=0.1))
+    net = Net(module, SGDOL(module.parameters(), lr=0.01))
     with pytest.warns(UserWarning, match="every second step") as caught:
         calls = [net.train_step(x, x.sum(1, keepdim=True)) for x in torch.randn(200, 16, 3).unbind()]
     assert calls == [1] * 200

@@ -6,7 +6,7 @@ import torch
 
 from sgdol import SGDOL, reference
 from sgdol.learners import FTRL
-from sgdol.torch._metric import Diagonal
+from sgdol.torch._operators import Diagonal
 from sgdol.torch._vectors import SMALL, Layout, wide_dtype
 
 SPECIMENS = [
@@ -50,7 +50,7 @@ class Case:
         self.layout = self.of(self.members, merges)
 
     def of(self, members, merges: bool = True) -> Layout:
-        return Layout(self.groups, members, lambda group: merges, self.state)
+        return Layout(self.groups, members, lambda group, p: merges, self.state)
 
     def scattered(self, numbers) -> list[torch.Tensor]:
         """What is known of each tensor: its number, or the array of its coordinates, in the layout's order."""
@@ -162,7 +162,7 @@ def test_products_are_inner_products_of_each_tensor_or_products_of_each_coordina
 
 def test_squares_that_float32_cannot_hold_are_in_the_range():
     params = [torch.nn.Parameter(torch.full((n,), 1e30)) for n in (3, 2, SMALL + 1)]
-    layout = Layout([{"granularity": "global"}], [params], lambda group: True, {})
+    layout = Layout([{"granularity": "global"}], [params], lambda group, p: True, {})
     x = layout.gather([p.detach() for p in params])
     expected = [n * float(torch.tensor(1e30)) ** 2 for n in (3, 2, SMALL + 1)]
     # So many equal numbers, summed in float32.

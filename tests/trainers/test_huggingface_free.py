@@ -10,6 +10,7 @@ import torch
 from trainer_problems import make, step_by_hand
 
 from sgdol import SGDOLFree
+from sgdol.torch import backward
 
 BATCH = 8
 
@@ -220,12 +221,33 @@ def test_training_again_goes_on_from_the_iterate(tmp_path, words, assert_same):
     assert opt.diagnostics() == hand_opt.diagnostics()
 
 
-def test_what_sgdolfree_cannot_is_said_at_construction(tmp_path):
-    with pytest.raises(ValueError, match=r"no learning rate that a scheduler could move.*got 'linear'"):
-        Trainer(build(), arguments(tmp_path, lr_scheduler_type="linear"), optimizer_cls_and_kwargs=(SGDOLFree, {}))
-    model = build()
-    with pytest.raises(ValueError, match=r"clipping would spoil: give max_grad_norm=0, got 1\.0"):
-        Trainer(model, arguments(tmp_path, max_grad_norm=1.0), optimizers=(SGDOLFree(model.parameters()), None))
+def test_the_trainers_own_schedule_and_clipping_train_as_by_hand(tmp_path, words):
+    """They were refused: a constant schedule and max_grad_norm=0 had to be given."""
+    model, hand = build(), build()
+    theirs = {"lr_scheduler_type": "linear", "max_grad_norm": 0.5}
+    args = arguments(tmp_path, num_train_epochs=1, train_sampling_strategy="sequential", **theirs)
+    trainer = Trainer(model, args, train_dataset=words, optimizer_cls_and_kwargs=(SGDOLFree, {}))
+    trainer.train()
+    parts, opt = chunks(words, BATCH // 2), SGDOLFree(hand.parameters())
+    steps = len(parts) // 2
+    hand.train()
+    for step in range(steps):
+        opt.param_groups[0]["lr"] = 1 - step / steps
+        pair = parts[2 * step : 2 * step + 2]
+        counts = [part["labels"].ne(-100).sum().item() for part in pair]
+
+        def loss_of(rows, pair=pair, counts=counts):
+            return sum(hand(**pair[i]).loss / (sum(counts) / counts[i]) for i in rows)
+
+        backward(loss_of, [0, 1], reduction="sum")
+        torch.nn.utils.clip_grad_norm_(hand.parameters(), 0.5)
+        opt.step()
+        opt.zero_grad()
+    assert logged(trainer, "learning_rate") == pytest.approx([1 - step / steps for step in range(steps)])
+    assert min(logged(trainer, "grad_norm")) > 0.5  # every step was clipped
+    with opt.averaged():
+        for p, q in zip(model.parameters(), hand.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
 
 
 def test_a_part_in_which_nothing_is_predicted_adds_nothing(tmp_path, words):
@@ -251,4 +273,5 @@ def test_the_optimizer_may_be_given_by_its_class(tmp_path, words):
     inner = trainer.optimizer.optimizer
     assert inner.diagnostics()["updates"] == 4
     assert [group["weight_decay"] for group in inner.param_groups] == [0.1, 0.0]
-    assert logged(trainer, "learning_rate") == logged(trainer, "sgdol/step_size/0")
+    assert logged(trainer, "learning_rate") == [1.0] * 4  # a multiplier of the step size
+    assert min(logged(trainer, "sgdol/step_size/0")) > 0

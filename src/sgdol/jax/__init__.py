@@ -1,11 +1,14 @@
-"""SGDOL for optax: ``sgdol``, its core ``scale_by_sgdol``, and ``microbatch_grads`` for its independent gradients.
+"""SGDOL for optax.
+
+``sgdol_free`` needs no learning rate; ``sgdol`` is SGD with momentum that learns its step size, ``scale_by_sgdol`` the
+same without the learning rate; ``microbatch_grads`` computes their independent gradients from one batch.
 
 >>> import jax.numpy as jnp
 >>> import optax
 >>> from sgdol.jax import microbatch_grads, sgdol
 >>> def loss(params, x, y):
 ...     return jnp.mean((x @ params - y) ** 2)
->>> optimizer = sgdol(learning_rate=1.0)
+>>> optimizer = sgdol(learning_rate=0.1)
 >>> params = jnp.zeros(2)
 >>> state = optimizer.init(params)
 >>> x, y = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, -1.0]]), jnp.array([1.0, 2.0, 3.0, -1.0])

@@ -26,8 +26,8 @@ def mean_over(axes: tuple[Any, ...], tree: Any) -> Any:
 
 
 def sum_over(axes: tuple[Any, ...], tree: Any) -> Any:
-    """The sum over the devices of the axes, if there are any."""
-    return jax.lax.psum(tree, axes) if axes else tree
+    """The sum over the devices of the axes."""
+    return jax.lax.psum(tree, axes)
 
 
 def size_of(axes: tuple[Any, ...]) -> int:

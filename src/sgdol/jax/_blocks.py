@@ -1,9 +1,13 @@
-"""Blocks of coordinates that share a step size.
+"""Vectors in few pieces, and blocks of coordinates that share a step size.
+
+A *vector* (a gradient, a momentum) is a list of arrays: on one CPU, the small leaves of a block lie end to end in one
+array, because there every array of its own costs several kernels; each other leaf is an array by itself. Only
+:meth:`Blocks.join` and :meth:`Blocks.split` know of it. In the optimizer's state, a vector is a tree like the
+parameters, which shards as they do.
 
 The four granularities are the same surrogate on blocks of coordinates. What there is one of per block (a sum, alpha, a
-multiplier) is a *list of arrays*: of one scalar for ``"global"``, of one vector with an entry per block for ``"group"``
-and ``"tensor"``, of one array per leaf for ``"coordinate"``. In the optimizer's state it is packed: the scalar or the
-vector itself, or a tree like the parameters, which shards as they do.
+multiplier) is a list of arrays, too: of one scalar for ``"global"``, of one array with an entry per block for
+``"group"`` and ``"tensor"``, of one array per leaf for ``"coordinate"``.
 """
 
 from __future__ import annotations
@@ -17,22 +21,19 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-__all__ = ["GRANULARITIES", "Blocks", "Granularity", "add", "as_real", "as_real_dtype", "dot", "is_complex", "total"]
+__all__ = ["GRANULARITIES", "Blocks", "Granularity", "add", "as_real", "dot", "is_complex", "numbers", "total"]
 
 Granularity = Literal["global", "group", "tensor", "coordinate"]
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 
 Labels = Any | Callable[[Any], Any]
 
-_ONE: Any = jax.tree.structure(0)
-"""The structure of a tree that is a leaf."""
-
 _SMALL = 2**14
-"""Arrays of at most so many entries are added up together."""
+"""Leaves of at most so many entries lie end to end."""
 
 
 class Blocks:
-    """How the coordinates of some parameters share step sizes.
+    """How the coordinates of some parameters share step sizes, and how their vectors lie in arrays.
 
     Args:
         granularity: what shares a step size.
@@ -46,74 +47,83 @@ class Blocks:
         self.tree: Any = jax.tree.structure(params)
         self.granularity = granularity
         self.per_coordinate = granularity == "coordinate"
-        self._shapes = [(*jnp.shape(leaf), 2) if is_complex(leaf) else jnp.shape(leaf) for leaf in leaves]
-        self._sizes = [math.prod(shape) for shape in self._shapes]
-        self.dtypes = [as_real_dtype(leaf) for leaf in leaves]
-        """The types of the leaves: real, at least float32."""
+        # Complex numbers are pairs of real ones; types are real, and at least float32.
+        kinds = [jnp.result_type(leaf) for leaf in leaves]
+        pairs = [(2,) * bool(jnp.issubdtype(kind, jnp.complexfloating)) for kind in kinds]
+        self.shapes = [(*jnp.shape(leaf), *pair) for leaf, pair in zip(leaves, pairs, strict=True)]
+        self.dtypes = [jnp.result_type(jnp.finfo(kind).dtype, jnp.float32) for kind in kinds]
         self.dtype = jnp.result_type(jnp.float32, *self.dtypes)
-        """The widest of them: that of sums over several leaves."""
+        """The widest of the types: that of sums over several leaves."""
+        self._sizes = [math.prod(shape) for shape in self.shapes]
         labels = list(range(len(leaves))) if granularity == "tensor" else [0] * len(leaves)
         if granularity == "group" and leaves:
             labels = _labels(param_labels, params)
-        numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
-        self._block_of = [numbers[label] for label in labels]
-        self._count = len(numbers)
+        order = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+        self.block_of = [order[label] for label in labels]
+        """The number of the block that each leaf is in."""
+        self._count = len(order)
+        pieces: dict[Any, list[int]] = {}
+        for i, (size, dtype) in enumerate(zip(self._sizes, self.dtypes, strict=True)):
+            joins = size <= _SMALL and dtype == self.dtype and not self.per_coordinate and _on_one_cpu()
+            pieces.setdefault(self.block_of[i] if joins else (i,), []).append(i)
+        self._pieces = list(pieces.values())
+        """The leaves in each array of a vector."""
+
+    def join(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """The vector with these leaves, or several of them along a new first axis of every leaf."""
+        return [
+            leaves[piece[0]]
+            if len(piece) == 1
+            else jnp.concatenate(
+                [leaves[i].reshape(*leaves[i].shape[: leaves[i].ndim - len(self.shapes[i])], -1) for i in piece], -1
+            )
+            for piece in self._pieces
+        ]
+
+    def split(self, vector: list[jax.Array]) -> list[jax.Array]:
+        """The leaves of a vector, or of several."""
+        leaves: dict[int, jax.Array] = {}
+        for piece, array in zip(self._pieces, vector, strict=True):
+            begin = 0
+            for i in piece:
+                if len(piece) == 1:
+                    leaves[i] = array
+                else:
+                    leaves[i] = array[..., begin : begin + self._sizes[i]].reshape(*array.shape[:-1], *self.shapes[i])
+                begin += self._sizes[i]
+        return [leaves[i] for i in range(len(leaves))]
 
     def zeros(self) -> list[jax.Array]:
         """A zero for each block, in a type that sums can be kept in."""
         if self.per_coordinate:
-            return [jnp.zeros(shape, dtype) for shape, dtype in zip(self._shapes, self.dtypes, strict=True)]
+            return [jnp.zeros(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
         return [jnp.zeros(() if self.granularity == "global" else self._count, self.dtype)]
 
     def products(self, a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
-        """The products of two lists of arrays like the leaves, summed over each block.
+        """The products of two vectors, summed over each block.
 
-        Several arrays may lie along a new first axis of every leaf: their products are added, too.
+        Several vectors may lie along a new first axis of every array: their products are added, too.
         """
         if self.per_coordinate:
             each = [x * y for x, y in zip(a, b, strict=True)]
-            return [add(v) if v.ndim > len(shape) else v for v, shape in zip(each, self._shapes, strict=True)]
-        sums = [dot(*part, self.dtype) for part in zip(self._members(a), self._members(b), strict=True)]
-        return sums if self.granularity == "global" else [jnp.stack(sums)]
-
-    def _members(self, per_leaf: list[Any]) -> list[list[Any]]:
-        """One thing per leaf, as a list for each block."""
-        parts: list[list[Any]] = [[] for _ in range(self._count)]
-        for number, thing in zip(self._block_of, per_leaf, strict=True):
-            parts[number].append(thing)
-        return parts
-
-    def spread(self, values: list[jax.Array]) -> list[jax.Array]:
-        """One number per block, for each leaf: what its coordinates have."""
-        if self.per_coordinate:
-            return values
+            return [add(v) if v.ndim > len(shape) else v for v, shape in zip(each, self.shapes, strict=True)]
         if self.granularity == "global":
-            return values * len(self._sizes)
-        return [values[0][number] for number in self._block_of]
+            return [dot(a, b, self.dtype)]
+        blocks = [self.block_of[piece[0]] for piece in self._pieces]
+        parts = [[i for i, number in enumerate(blocks) if number == block] for block in range(self._count)]
+        return [jnp.stack([dot([a[i] for i in part], [b[i] for i in part], self.dtype) for part in parts])]
 
     def shares(self) -> list[Any]:
         """By how much each block shares in the coordinates of all."""
-        total = max(sum(self._sizes), 1)
+        whole = max(sum(self._sizes), 1)
         if self.granularity == "global":
             return [1.0]
         if self.per_coordinate:
-            return [1.0 / total] * len(self._sizes)
-        return [jnp.asarray([sum(part) for part in self._members(self._sizes)], self.dtype) / total]
-
-    def pack(self, values: list[Any], kind: Any = _ONE) -> Any:
-        """A list of arrays, or of a learner's states of this tree structure, as it stands in the optimizer's state."""
-        if not self.per_coordinate:
-            return values[0]
-        rows = [kind.flatten_up_to(value) for value in values]
-        columns = [jax.tree.unflatten(self.tree, [row[i] for row in rows]) for i in range(kind.num_leaves)]
-        return jax.tree.unflatten(kind, columns)
-
-    def unpack(self, state: Any, kind: Any = _ONE) -> list[Any]:
-        """The list again."""
-        if not self.per_coordinate:
-            return [state]
-        columns = [self.tree.flatten_up_to(part) for part in kind.flatten_up_to(state)]
-        return [jax.tree.unflatten(kind, list(row)) for row in zip(*columns, strict=True)]
+            return [1.0 / whole] * len(self._sizes)
+        sizes = [0] * self._count
+        for number, size in zip(self.block_of, self._sizes, strict=True):
+            sizes[number] += size
+        return [jnp.asarray(sizes, self.dtype) / whole]
 
 
 def _labels(param_labels: Labels, params: Any) -> list[Any]:
@@ -130,14 +140,16 @@ def _labels(param_labels: Labels, params: Any) -> list[Any]:
 
 def dot(a: list[jax.Array], b: list[jax.Array], dtype: Any) -> jax.Array:
     """<a, b> of two lists of arrays, as a number of this type."""
-    # Small arrays end to end: on a CPU, a reduction of its own costs each of them several kernels.
+    # Of small arrays, vdot is faster on a CPU; sums of large ones run on several threads.
     alone = _on_one_cpu()
-    small = [alone and v.size <= _SMALL and v.dtype == dtype for v in a]
-    sums = [jnp.sum(x * y, dtype=dtype) for x, y, s in zip(a, b, small, strict=True) if not s]
-    if any(small):
-        ends = [jnp.concatenate([v.reshape(-1) for v, s in zip(c, small, strict=True) if s]) for c in (a, b)]
-        sums.append(jnp.vdot(*ends, precision=jax.lax.Precision.HIGHEST))
-    return total(sums)
+    return total(
+        [
+            jnp.vdot(x, y, precision=jax.lax.Precision.HIGHEST)
+            if alone and x.dtype == dtype and x.size <= 64 * _SMALL
+            else jnp.sum(x * y, dtype=dtype)
+            for x, y in zip(a, b, strict=True)
+        ]
+    )
 
 
 def total(values: list[Any]) -> Any:
@@ -148,6 +160,18 @@ def total(values: list[Any]) -> Any:
     # Without the barrier, XLA makes a chain of additions of this and repeats it in every kernel that uses the sum: with
     # as many parts as leaves, the program grows with their square.
     return jnp.sum(jax.lax.optimization_barrier(jnp.stack([jnp.asarray(part) for part in parts])))
+
+
+def numbers(values: list[Any], dtype: Any) -> jax.Array:
+    """Numbers, or arrays of one shape, along a new last axis of one array.
+
+    >>> numbers([1.0, 2.0], jnp.float32).tolist()
+    [1.0, 2.0]
+    """
+    # XLA for CPUs makes a kernel of every operand of a concatenation, and one kernel of this.
+    values = [jnp.asarray(value, dtype)[..., None] for value in values]
+    places = jnp.arange(len(values))
+    return functools.reduce(lambda all_, i: jnp.where(places == i, values[i], all_), range(len(values)), values[0])
 
 
 def add(stacked: jax.Array) -> jax.Array:
@@ -173,12 +197,6 @@ def is_complex(leaf: Any) -> bool:
 
 def as_real(array: jax.Array) -> jax.Array:
     """Real, in float32 or wider; complex numbers as pairs along a new last axis."""
-    if is_complex(array):
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.stack([array.real, array.imag], axis=-1)
-    return array.astype(as_real_dtype(array))
-
-
-def as_real_dtype(leaf: Any) -> Any:
-    """The type of :func:`as_real`."""
-    dtype = jnp.result_type(leaf)
-    return jnp.result_type(jnp.finfo(dtype).dtype, jnp.float32)
+    return array.astype(jnp.result_type(array.dtype, jnp.float32))

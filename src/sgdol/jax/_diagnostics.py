@@ -20,9 +20,9 @@ def diagnostics(state: Any) -> dict[str, Any]:
 
     The words are those of the PyTorch optimizer's ``diagnostics()``:
 
-    * ``step_size``: eta of the last update, as a list: for ``"group"`` one per label, in the order in which the labels
-      first occur; else one (for ``"tensor"`` and ``"coordinate"`` the length of the move over that of the direction).
-      Without the base rate, in the state of :func:`scale_by_sgdol` alone, it is the multiplier.
+    * ``step_size``: lr s of the last update, to be compared with lr, as a list: for ``"group"`` one per label, in the
+      order in which the labels first occur; else one (for ``"tensor"`` and ``"coordinate"``, s is the length of the
+      move over that of a move with s = 1). In the state of :func:`scale_by_sgdol` alone, it is the multiplier s.
     * ``signal_to_noise``: :math:`\sum u / \sum (n - u)` over about the last hundred updates: signal and noise of the
       direction, from 0 to :math:`2^{52}` (no noise).
     * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have as
@@ -34,10 +34,11 @@ def diagnostics(state: Any) -> dict[str, Any]:
       mistake: draw a fresh batch for every gradient, split a batch with :func:`sgdol.jax.microbatch_grads`, and give
       each device its own data.
     * ``cumulative_surrogate``: :math:`\sum_t \ell_t(\eta_t)`, which bounds the change of f in expectation.
-    * ``regret``: that minus what the best fixed multiple of lr would have had, for all blocks the same.
+    * ``regret``: that minus what the best fixed s would have had, for all blocks the same.
 
-    Of :func:`sgdol_free` instead of the last four ``smoothness`` (M as measured so far), ``evaluations`` (of a batch),
-    ``rejections`` (steps taken back after a look-back) and ``rollbacks`` (returns to the average).
+    :func:`sgdol_free` has, in place of the last four, ``smoothness`` (M as measured so far), ``loss`` (a running mean
+    of the batch losses, over about ten steps), ``evaluations`` (of a batch), ``rejections`` (steps taken back after a
+    look-back) and ``rollbacks`` (returns to the average).
 
     Args:
         state: the state of an optimizer that has one SGDOL in it, however deep; with ``optax.partition``, the part of
@@ -63,9 +64,9 @@ def diagnostics(state: Any) -> dict[str, Any]:
     inner: Any = found[0][1]
     if isinstance(inner, SGDOLFreeState):
         return _of_free(inner)
-    if not isinstance(inner.record, _record.Record):
+    if np.shape(inner.numbers)[-1] == 2:
         raise ValueError("this optimizer keeps no record: it was constructed with record=False")
-    return _record.report(inner.record, inner.count, inner.pending, inner.unit)
+    return _record.report(inner)
 
 
 def _of_free(state: SGDOLFreeState) -> dict[str, Any]:
@@ -74,6 +75,7 @@ def _of_free(state: SGDOLFreeState) -> dict[str, Any]:
     return {
         "step_size": steps if steps.ndim else [steps.item()],
         "smoothness": plain(rule.smoothness),
+        "loss": plain(rule.mean_loss),
         "signal_to_noise": plain(summary.signal_to_noise(signal, signal + noise)),
         "noise_scale": plain(summary.noise_scale(signal, signal + noise, np.asarray(state.gradients))),
         **{name: plain(getattr(rule, name)) for name in ("updates", "skipped")},

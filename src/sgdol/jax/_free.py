@@ -18,21 +18,26 @@ from sgdol import averaging as averages
 from sgdol import free, metrics, probing
 from sgdol.free import State
 from sgdol.jax._averaging import PolynomialAverageState
-from sgdol.jax._blocks import add, dot, is_complex, total
+from sgdol.jax._blocks import Blocks, add, dot, is_complex, numbers, total
 from sgdol.jax._checks import check_number
-from sgdol.jax._metric import Memory, choose_unit, operators, sharp
-from sgdol.metrics import Metric, Operator
+from sgdol.jax._metric import Memory, Norm, choose_unit
+from sgdol.metrics import Metric
 
 __all__ = ["SGDOLFreeState", "sgdol_free"]
 
 Evaluate = Callable[[Any], tuple[jax.Array, Any]]
 
+_FIRST = (1.0, 0, *State())
+"""unit, k and the rule before the first update: the order and the kinds of the numbers of a state."""
+
 
 class SGDOLFreeState(NamedTuple):
     """Everything that the optimizer remembers between two calls of ``update``."""
 
-    rule: State
-    """Numbers; ``rule.step_size``, ``rule.smoothness`` and ``rule.evaluations`` are worth a look."""
+    numbers: jax.Array
+    """``unit``, then the fields of ``rule`` that are real numbers."""
+    counts: jax.Array
+    """``gradients``, then the other fields of ``rule``. Few arrays, because each costs a compiled step some time."""
     trace: Any
     """The momentum m, of the shape of the parameters, in units of ``unit``."""
     metric: Any
@@ -41,10 +46,21 @@ class SGDOLFreeState(NamedTuple):
     """The average, for :func:`sgdol.jax.averaged_params`."""
     previous: Any
     """The point before the last step."""
-    unit: jax.Array
-    """1, or a power of two that brings the gradients into the range where their squares can be added."""
-    gradients: jax.Array
-    """K of the last update."""
+
+    @property
+    def rule(self) -> State:
+        """What has been learned; ``rule.step_size``, ``rule.smoothness`` and ``rule.evaluations`` are worth a look."""
+        return _unpack(State(), (self.numbers[..., 1:], self.counts[..., 1:]))
+
+    @property
+    def unit(self) -> jax.Array:
+        """1, or a power of two that brings the gradients into the range where their squares can be added."""
+        return self.numbers[..., 0]
+
+    @property
+    def gradients(self) -> jax.Array:
+        """K of the last update."""
+        return self.counts[..., 0]
 
 
 class _Point(NamedTuple):
@@ -61,26 +77,21 @@ class _Point(NamedTuple):
     finite: jax.Array
 
 
-class _Norm:
-    """The norm of this step.
+class _Norm(Norm):
+    """The norm of this step, with the lengths that the rule asks for.
 
     Args:
-        D: of each leaf.
         unit: of gradients.
+        norm: as for :class:`sgdol.jax._metric.Norm`.
     """
 
-    def __init__(self, D: list[Operator], unit: jax.Array) -> None:
-        self.D = D
+    def __init__(self, unit: jax.Array, *norm: Any) -> None:
+        super().__init__(*norm)
         self._unit = unit
 
-    def gradient(self, g: list[jax.Array]) -> jax.Array:
-        """||g||, in D^-1."""
-        return self._unit * jnp.sqrt(dot(g, sharp(self.D, g), self._unit.dtype))
-
-    def gradients(self, parts: list[jax.Array]) -> jax.Array:
-        """The root of the sum of the squares of several gradients along a new first axis."""
-        turned = [jax.vmap(D.sharp)(v).astype(v.dtype) for D, v in zip(self.D, parts, strict=True)]
-        return self._unit * jnp.sqrt(dot(parts, turned, self._unit.dtype))
+    def gradient(self, g: list[jax.Array], several: bool = False) -> jax.Array:
+        """||g||, in D^-1; of several along a new first axis, the root of the sum of the squares."""
+        return self._unit * jnp.sqrt(dot(g, self.sharp(g, several), self._unit.dtype))
 
     def along(self, g: list[jax.Array], s: list[jax.Array]) -> jax.Array:
         """<g, s> of a gradient and a difference of points: no metric is in that."""
@@ -91,12 +102,13 @@ class _Norm:
         top = jnp.max(jnp.stack([jnp.max(jnp.abs(v), initial=0.0).astype(self._unit.dtype) for v in s]))
         top = jnp.where(top > 0, top, 1.0)
         s = [v / top.astype(v.dtype) for v in s]
-        length = jnp.sqrt(dot(s, [D.flat(v).astype(v.dtype) for D, v in zip(self.D, s, strict=True)], top.dtype))
+        length = jnp.sqrt(dot(s, self.flat(s), top.dtype))
         inverse = 1 / jnp.where(length > 0, length, 1.0)
         return top * length, [v * inverse.astype(v.dtype) for v in s]
 
 
 def sgdol_free(
+    learning_rate: Any = 1.0,
     *,
     momentum: float = 0.9,
     weight_decay: float = 0.0,
@@ -105,19 +117,24 @@ def sgdol_free(
 ) -> optax.GradientTransformationExtraArgs:
     r"""SGDOL that needs neither a learning rate nor a smoothness constant. Experimental.
 
-    See :class:`sgdol.SGDOLFree` and ``docs/without_smoothness.md`` for the algorithm. ``update`` takes the k >= 2
-    gradients of the parts of one batch, stacked along a new first axis of every leaf, the loss of the batch, and a
-    function that evaluates the same batch elsewhere::
+    See :class:`sgdol.SGDOLFree` and ``docs/explanation/without_smoothness.md`` for the algorithm. ``update`` takes the
+    k >= 2 gradients of the parts of one batch, stacked along a new first axis of every leaf, the loss of the batch, and
+    a function that evaluates the same batch elsewhere::
 
         evaluate = lambda p: microbatch_grads(loss, 2, value=True)(p, x, y)
         value, grads = evaluate(params)
         updates, state = optimizer.update(grads, state, params, value=value, value_and_grads=evaluate)
 
-    Evaluate and save :func:`sgdol.jax.averaged_params`.
+    Evaluate and save :func:`sgdol.jax.averaged_params`. It has to be the last of an ``optax.chain``, and nothing else
+    may move the parameters: a step that is taken back ends at a point, and ``optax.scale(0.1)`` behind it would go a
+    tenth of the way. ``learning_rate=0.1`` is what multiplies the steps.
 
     Args:
+        learning_rate: a multiplier of the step size that is learned, at least 0, 1 as a rule; or an optax schedule of
+            it, which counts the calls of ``update``. It changes nothing that is learned.
         momentum: beta, in [0, 1).
-        weight_decay: decoupled, scaled by the step size.
+        weight_decay: decoupled, in units of the root mean square of the direction d over all coordinates: x <- x -
+            eta (d + weight_decay rms(d) x). It means what it means in AdamW; usual values are 0.01 to 0.1.
         averaging: a of the polynomial average, at least 0.
         metric: ``"rms"``, ``"adagrad"``, ``"euclidean"``, ``"kronecker"``, or an object of :mod:`sgdol.metrics`.
 
@@ -140,6 +157,9 @@ def sgdol_free(
     >>> bool(jnp.linalg.norm(averaged_params(state, x)) < 0.2)
     True
     """
+    if not callable(learning_rate):
+        words = "finite and at least 0; 1 is the step size that is learned"
+        learning_rate = check_number("learning_rate", learning_rate, lambda rate: rate >= 0, words)
     momentum = check_number("momentum", momentum, lambda beta: 0 <= beta < 1, "in [0, 1)")
     weight_decay = check_number("weight_decay", weight_decay, lambda decay: decay >= 0, "finite and at least 0")
     averaging = check_number("averaging", averaging, lambda power: power >= 0, "finite and at least 0")
@@ -147,21 +167,18 @@ def sgdol_free(
     memory = Memory(metric)
 
     def init(params: Any) -> SGDOLFreeState:
-        leaves: list[Any] = jax.tree.leaves(params)
-        tree: Any = jax.tree.structure(params)
+        leaves, tree = jax.tree.flatten(params)
         if any(is_complex(leaf) for leaf in leaves):
             raise TypeError("complex parameters need optax.contrib.split_real_and_imaginary around this optimizer")
-        dtypes = [_wide(leaf) for leaf in leaves]
-        kind = jnp.result_type(jnp.float32, *dtypes)
+        blocks = Blocks("global", params)
+        dtypes, kind = blocks.dtypes, blocks.dtype
         zeros = [jnp.zeros(jnp.shape(leaf), dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
         state = SGDOLFreeState(
-            rule=_arrays(State(), kind),
+            *_pack(_FIRST, _FIRST, kind),
             trace=jax.tree.unflatten(tree, zeros),
             metric=memory.pack([metric.initial(zero) for zero in zeros], tree, dtypes),
             average=PolynomialAverageState(jax.tree.map(lambda p: jnp.asarray(p, _wide(p)), params)),
             previous=params,
-            unit=jnp.ones((), kind),
-            gradients=jnp.zeros((), jnp.int32),
         )
         return jax.tree.map(jnp.array, state)  # its own memory, so that parameters and state can both be donated
 
@@ -180,27 +197,27 @@ def sgdol_free(
                 "sgdol_free evaluates the batch at an earlier point as well: call update(grads, state, params, "
                 "value=loss, value_and_grads=f), f a function of the parameters that returns the loss and the gradients"
             )
+        blocks = Blocks("global", params)
         leaves: list[Any] = jax.tree.leaves(params)
-        tree: Any = jax.tree.structure(params)
-        dtypes = [_wide(leaf) for leaf in leaves]
+        tree, dtypes = blocks.tree, blocks.dtypes
         rule = state.rule._replace(evaluations=state.rule.evaluations + 1)
         k = _count(updates, params)
 
         def contributions(stacked: Any) -> list[jax.Array]:
-            return [jnp.asarray(v, dtype) / k for v, dtype in zip(jax.tree.leaves(stacked), dtypes, strict=True)]
+            wide = [jnp.asarray(v, dtype) for v, dtype in zip(jax.tree.leaves(stacked), dtypes, strict=True)]
+            return [v / k for v in blocks.join(wide)]
 
         parts = contributions(updates)
         mean = [add(v) for v in parts]
         kind = state.unit.dtype
         unit = jax.lax.cond(rule.updates == 0, lambda: choose_unit(mean, kind)[0], lambda: state.unit)
         remembered = memory.unpack(state.metric, tree, dtypes)
-        D = operators(metric, remembered, _divided(mean, unit))
-        norm = _Norm(D, unit)
+        norm = _Norm(unit, metric, remembered, _divided(mean, unit), blocks)
 
         def point(x: list[jax.Array], loss: Any, parts: list[jax.Array]) -> _Point:
             parts = _divided(parts, unit)
             g = [add(v) for v in parts]
-            loss, length, squares = jnp.asarray(loss, kind), norm.gradient(g), norm.gradients(parts)
+            loss, length, squares = jnp.asarray(loss, kind), norm.gradient(g), norm.gradient(parts, several=True)
             finite = jnp.isfinite(loss) & jnp.isfinite(length) & jnp.isfinite(squares)
             return _Point(x, loss, g, length, squares, finite)
 
@@ -212,38 +229,44 @@ def sgdol_free(
         leaves = [jnp.asarray(leaf) for leaf in leaves]
         now = point(leaves, value, parts)
         average, previous = (tree.flatten_up_to(t) for t in (state.average.average, state.previous))
-        rule, now = _elsewhere(rule, now, average, previous, norm, unit, evaluate)
+        rule, now = _elsewhere(rule, now, average, previous, norm, unit, evaluate, blocks)
 
         # The step.
         go = now.finite & (rule.first_norm > 0)
         fresh = rule.momentum_weight == 0
-        clipped = free.clipping(rule, now.norm, _usual(metric, remembered, D, unit))
+        clipped = free.clipping(rule, now.norm, _usual(metric, remembered, norm, unit))
         g = [clipped.astype(v.dtype) * v for v in now.g]
-        pairs = zip(tree.flatten_up_to(state.trace), g, strict=True)
+        pairs = zip(blocks.join(tree.flatten_up_to(state.trace)), g, strict=True)
         trace = [jnp.where(fresh, (1 - momentum) * g, m + (1 - momentum) * (g - m)) for m, g in pairs]
         weight = momentum * rule.momentum_weight + (1 - momentum)
-        direction = sharp(D, trace)
+        direction = norm.sharp(trace)
         length = norm.gradient(trace) / weight
-        new = free.choose_step(free.track(rule, now.loss)._replace(momentum_weight=weight), length, weight_decay)
+        rate = learning_rate(rule.updates + rule.skipped) if callable(learning_rate) else learning_rate
+        tracked = free.track(rule, now.loss)._replace(momentum_weight=weight)
+        new = free.choose_step(tracked, length, multiplier=jnp.asarray(rate, kind))
         new = free.observe(new, now.norm, now.squares, k, clipped)
-        scale, factor = 1 - new.step_size * weight_decay, new.step_size / weight * unit
+        factor = new.step_size * new.multiplier / weight * unit
+        rms = jnp.sqrt(dot(direction, direction, kind) / sum(v.size for v in direction))
+        scale = 1 - weight_decay * factor * rms
         share = averages.weight(new.updates.astype(kind), averaging)
         averaged = [a + share * (x.astype(a.dtype) - a) for a, x in zip(average, now.x, strict=True)]
         like = functools.partial(jax.tree.unflatten, tree)
         moved = SGDOLFreeState(
-            rule=new,
-            trace=like(trace),
-            metric=memory.pack([metric.observe(s, v) for s, v in zip(remembered, g, strict=True)], tree, dtypes),
+            *_pack((unit, k, *new), _FIRST, kind),
+            trace=like(blocks.split(trace)),
+            metric=memory.pack(
+                [metric.observe(s, v) for s, v in zip(remembered, blocks.split(g), strict=True)], tree, dtypes
+            ),
             average=PolynomialAverageState(like(averaged)),
             previous=like(now.x),
-            unit=unit,
-            gradients=jnp.asarray(k, jnp.int32),
         )
-        stayed = state._replace(rule=rule._replace(skipped=rule.skipped + ~now.finite))
+        rule = rule._replace(skipped=rule.skipped + ~now.finite)
+        real, whole = _pack((state.unit, state.gradients, *rule), _FIRST, kind)
+        stayed = state._replace(numbers=real, counts=whole)
         # After a skipped batch that was looked back at, the point is where it was before the call.
         steps = [
             jnp.where(go, (scale * x.astype(d.dtype) - factor * d).astype(x.dtype) - p, jnp.zeros_like(p))
-            for x, d, p in zip(now.x, direction, leaves, strict=True)
+            for x, d, p in zip(now.x, blocks.split(direction), leaves, strict=True)
         ]
         return like(steps), _select(go, moved, stayed)
 
@@ -256,10 +279,11 @@ class _Search(NamedTuple):
     stage: jax.Array
     """What is evaluated next: a probe along the first gradient (0), the average (1), the point before the last step
     (2), nothing (3)."""
-    rule: State
+    rule: Any
+    """A ``State``, packed."""
     now: _Point
-    bracket: probing.Bracket
-    """The search for a first M."""
+    bracket: Any
+    """The search for a first M: a ``Bracket``, packed."""
 
 
 def _elsewhere(
@@ -270,27 +294,32 @@ def _elsewhere(
     norm: _Norm,
     unit: jax.Array,
     evaluate: Callable[[list[jax.Array]], _Point],
+    blocks: Blocks,
 ) -> tuple[State, _Point]:
     """Probes at the first point, the guard on the loss and the look-back: the rule and the point that they leave.
 
     All three evaluate the batch at one other point and compare. They share one loop, because whatever calls
     ``value_and_grads`` once more in the program compiles the user's gradient once more.
     """
+    kind = unit.dtype
+    nothing = probing.Bracket(0.0)
     first = (rule.updates == 0) & now.finite & (now.norm > 0)
     first_norm = jnp.where(now.norm > 0, now.norm, 1.0)
-    direction = sharp(norm.D, now.g)
-    size, _ = norm.length([x.astype(g.dtype) for x, g in zip(now.x, now.g, strict=True)])
-    start = _arrays(probing.first_probe(first_norm, size, now.loss), unit.dtype)
+    direction = norm.sharp(now.g)
+    towards = blocks.split(direction)
+    size, _ = norm.length(blocks.join([x.astype(d.dtype) for x, d in zip(now.x, towards, strict=True)]))
+    start = probing.first_probe(first_norm, size, now.loss)
     alarm = free.alarm(rule, now.loss)
 
     def wants_look_back(rule: State, now: _Point) -> tuple[State, jax.Array]:
         counted, looks = free.wants_look_back(rule, jnp.where(now.finite, now.norm, jnp.nan))
-        return _like(rule, counted), jnp.where(looks, 2, 3)
+        return counted, jnp.where(looks, 2, 3)
 
     def body(c: _Search) -> _Search:
-        rule, now, bracket = c.rule._replace(evaluations=c.rule.evaluations + 1), c.now, c.bracket
+        rule, bracket, now = _unpack(State(), c.rule), _unpack(nothing, c.bracket), c.now
+        rule = rule._replace(evaluations=rule.evaluations + 1)
         share = bracket.length / first_norm * unit
-        points = zip(now.x, direction, average, previous, strict=True)
+        points = zip(now.x, towards, average, previous, strict=True)
         there = evaluate(
             [
                 jnp.where(
@@ -305,9 +334,9 @@ def _elsewhere(
         y_norm = norm.gradient(y)
 
         # A probe: M along the first gradient, by probes that get longer or shorter until one tells.
-        probed = _like(bracket, probing.next_probe(bracket, jnp.where(there.finite, y_norm / first_norm, jnp.inf)))
+        probed = probing.next_probe(bracket, jnp.where(there.finite, y_norm / first_norm, jnp.inf))
         done = probed.told | (probed.count >= probing.DEFAULTS.probes)
-        begun = _select(done, free.begin(rule, probed.curvature * first_norm, first_norm), rule)
+        begun = free.begin(rule, probed.curvature * first_norm, first_norm)
 
         # The guard: the loss has jumped. Go back to the average if this batch is fine there.
         back = there.finite & free.confirms(rule, now.loss, there.loss)
@@ -317,32 +346,36 @@ def _elsewhere(
         )
 
         # The look-back: stay at the point before the last step if the step was too long.
-        s = [a.astype(g.dtype) - b.astype(g.dtype) for a, b, g in zip(now.x, there.x, now.g, strict=True)]
+        pairs = zip(now.x, there.x, towards, strict=True)
+        s = blocks.join([a.astype(d.dtype) - b.astype(d.dtype) for a, b, d in pairs])
         length, along = norm.length(s)
         y_along = jnp.where(now.finite, norm.along(y, along), jnp.nan)
         learned, rejected = free.look_back(rule, y_along, y_norm, length, norm.along(there.g, along))
-        looked = _select(there.finite, learned, rule)
 
         probes, guards = c.stage == 0, c.stage == 1
+        kept = _pack(rule, State(), kind)
+        probed_rule = _select(done, _pack(begun, State(), kind), kept)
+        looked = _select(there.finite, _pack(learned, State(), kind), kept)
         return _Search(
             stage=jnp.where(probes, jnp.where(done, 3, 0), jnp.where(guards, next_stage, 3)),
-            rule=_select(probes, begun, _select(guards, guarded, looked)),
+            rule=_select(probes, probed_rule, _select(guards, _pack(guarded, State(), kind), looked)),
             now=_select(~probes & there.finite & jnp.where(guards, back, rejected), there, now),
-            bracket=_select(probes, probed, bracket),
+            bracket=_select(probes, _pack(probed, nothing, kind), c.bracket),
         )
 
     counted, stage = wants_look_back(rule, now)
     stage = jnp.where(first, 0, jnp.where(alarm, 1, stage))
-    begin = _Search(stage, _select(alarm, rule, counted), now, start)
+    since = jnp.where(alarm, rule.since, counted.since)
+    begin = _Search(stage, _pack(counted._replace(since=since), State(), kind), now, _pack(start, nothing, kind))
     end = jax.lax.while_loop(lambda c: c.stage < 3, body, begin)
-    return end.rule, end.now
+    return _unpack(State(), end.rule), end.now
 
 
-def _usual(metric: Any, states: list[Any], D: list[Operator], unit: jax.Array) -> jax.Array | None:
+def _usual(metric: Any, states: list[Any], norm: _Norm, unit: jax.Array) -> jax.Array | None:
     """The root of the mean of the past ||g||^2, all in this norm; None if the metric does not know it."""
-    if not hasattr(metric, "past_square"):
+    if norm.operators is None or not hasattr(metric, "past_square"):
         return None
-    squares = [metric.past_square(s, d).astype(unit.dtype) for s, d in zip(states, D, strict=True)]
+    squares = [metric.past_square(s, d).astype(unit.dtype) for s, d in zip(states, norm.operators, strict=True)]
     return unit * jnp.sqrt(total(squares))
 
 
@@ -366,15 +399,22 @@ def _select(condition: jax.Array, yes: Any, no: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b).astype(b.dtype), yes, no)
 
 
-def _arrays(numbers: Any, kind: Any) -> Any:
-    """Python's numbers as arrays, floats of this type."""
-    kinds = {bool: jnp.bool_, int: jnp.int32}
-    return jax.tree.map(lambda v: jnp.asarray(v, kinds.get(type(v), kind)), numbers)
+def _pack(values: Any, example: Any, kind: Any) -> tuple[jax.Array, jax.Array]:
+    """The fields of a named tuple of numbers in two arrays: those that are real in the example, and the others."""
+    real = [isinstance(v, float) for v in example]
+    return (
+        numbers([v for v, is_real in zip(values, real, strict=True) if is_real], kind),
+        numbers([v for v, is_real in zip(values, real, strict=True) if not is_real], jnp.int32),
+    )
 
 
-def _like(old: Any, new: Any) -> Any:
-    """The new values, in the types of the old ones."""
-    return jax.tree.map(lambda a, b: jnp.asarray(b, a.dtype), old, new)
+def _unpack(example: Any, packed: tuple[jax.Array, jax.Array]) -> Any:
+    """The named tuple again."""
+    real, whole = (iter([array[..., i] for i in range(array.shape[-1])]) for array in packed)
+    fields = [next(real if isinstance(v, float) else whole) for v in example]
+    return type(example)(
+        *(field > 0 if isinstance(v, bool) else field for v, field in zip(example, fields, strict=True))
+    )
 
 
 def _wide(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-r"""The metric on the leaves of a tree, the unit of gradients, and how a metric's states stand in an optimizer's state.
+r"""The metric of vectors, the unit of gradients, and how a metric's states stand in an optimizer's state.
 
 :math:`\langle a, b\rangle = a^\top D^{-1} b` of two gradients. Squares leave the range of floats long before gradients
 do, so gradients are divided by a *unit*, a power of two, before anything is made of them. :func:`choose_unit` makes it
@@ -13,24 +13,50 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sgdol.jax._blocks import total
-from sgdol.metrics import Means, Metric, Operator
+from sgdol.jax._blocks import Blocks, total
+from sgdol.metrics import Euclidean, Means, Metric, Operator
 
-__all__ = ["Memory", "choose_unit", "divided", "in_unit", "largest", "operators", "sharp"]
-
-
-def operators(metric: Metric, states: list[Any], gradient: list[jax.Array]) -> list[Operator]:
-    """D of each leaf, from the metric's states; the gradient is that of this update, for leaves without a past."""
-    squares = [metric.mean_square(state, g) for state, g in zip(states, gradient, strict=True)]
-    sizes = [g.size for g in gradient]
-    weighted = [size / sum(sizes) * square for size, square in zip(sizes, squares, strict=True) if size]
-    overall = total(weighted) if weighted else 1.0
-    return [metric.operator(state, Means(square, overall)) for state, square in zip(states, squares, strict=True)]
+__all__ = ["Memory", "Norm", "choose_unit", "divided", "in_unit", "largest"]
 
 
-def sharp(D: list[Operator], gradient: list[jax.Array]) -> list[jax.Array]:
-    """D^-1 g of each leaf."""
-    return [operator.sharp(g).astype(g.dtype) for operator, g in zip(D, gradient, strict=True)]
+class Norm:
+    """The norm of one step: D of each leaf, for vectors.
+
+    Args:
+        metric: makes D.
+        states: what the metric remembers, of each leaf.
+        gradient: that of this update, for leaves without a past.
+        blocks: how vectors lie in arrays.
+    """
+
+    def __init__(self, metric: Metric, states: list[Any], gradient: list[jax.Array], blocks: Blocks) -> None:
+        self._blocks = blocks
+        self.operators: list[Operator] | None = None
+        """D of each leaf; None for D = 1."""
+        if isinstance(metric, Euclidean):
+            return
+        leaves = blocks.split(gradient)
+        squares = [metric.mean_square(state, g) for state, g in zip(states, leaves, strict=True)]
+        sizes = [g.size for g in leaves]
+        weighted = [size / sum(sizes) * square for size, square in zip(sizes, squares, strict=True) if size]
+        overall = total(weighted) if weighted else 1.0
+        self.operators = [metric.operator(s, Means(mean, overall)) for s, mean in zip(states, squares, strict=True)]
+
+    def sharp(self, gradient: list[jax.Array], several: bool = False) -> list[jax.Array]:
+        """D^-1 g, of one gradient or of several along a new first axis."""
+        if self.operators is None:
+            return gradient
+        turned = []
+        for operator, g in zip(self.operators, self._blocks.split(gradient), strict=True):
+            turned.append((jax.vmap(operator.sharp) if several else operator.sharp)(g).astype(g.dtype))
+        return self._blocks.join(turned)
+
+    def flat(self, vector: list[jax.Array]) -> list[jax.Array]:
+        """D v."""
+        if self.operators is None:
+            return vector
+        pairs = zip(self.operators, self._blocks.split(vector), strict=True)
+        return self._blocks.join([operator.flat(v).astype(v.dtype) for operator, v in pairs])
 
 
 class Memory:

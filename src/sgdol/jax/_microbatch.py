@@ -69,7 +69,7 @@ def microbatch_grads(
     if isinstance(k, bool) or not isinstance(k, int) or k < least:
         reason = " (a step size needs independent gradients)" * (axis_name is None)
         raise ValueError(f"k must be an integer of at least {least}{reason}, got {shown(k)}")
-    axes = _axes.names(axis_name)
+    axes = () if axis_name is None else _axes.names(axis_name)
     differentiate = jax.value_and_grad(loss, has_aux=has_aux)
 
     def gradients(params: Any, *batch: Any) -> Any:
@@ -83,8 +83,9 @@ def microbatch_grads(
             losses, stacked = jax.tree.map(lambda g: _times(g, weights), (losses, stacked))
         if sizes == [1] and not axes:
             stacked = jax.tree.map(lambda g: g[0], stacked)
-        mean = _axes.mean_over(axes, jnp.mean(losses))
         if value:
+            mean = jnp.mean(losses)
+            mean = _axes.mean_over(axes, mean) if axes else mean
             return ((mean, aux) if has_aux else mean), stacked
         return (stacked, aux) if has_aux else stacked
 
@@ -109,39 +110,29 @@ def _on_parts(function: Callable[..., Any], batch: Any, sizes: list[int], one_by
     """The function of every part, stacked: at once for all parts that have the same size."""
     leaves, tree = jax.tree.flatten(batch)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
-    shared = [leaf.ndim == 0 and not _is_key(leaf) for leaf in leaves]
-    keys = [jax.random.split(leaf, len(sizes)) if _is_key(leaf) and not leaf.ndim else None for leaf in leaves]
+    is_key = [leaf.ndim == 0 and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    shared = [leaf.ndim == 0 and not key for leaf, key in zip(leaves, is_key, strict=True)]
+    leaves = [jax.random.split(leaf, len(sizes)) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
+    own = [i for i, same in enumerate(shared) if not same]
+
+    def of_part(mine: list[Any]) -> Any:
+        given = [*leaves]
+        for i, value in zip(own, mine, strict=True):
+            given[i] = value
+        return function(*jax.tree.unflatten(tree, given))
+
     outcomes, part, begin = [], 0, 0
     for size in sorted(set(sizes)):
         count = sizes.count(size)
         rows = [
-            leaf
-            if same
-            else leaf[begin : begin + count * size].reshape(count, size, *leaf.shape[1:])
-            if key is None
-            else key[part : part + count]
-            for leaf, same, key in zip(leaves, shared, keys, strict=True)
+            leaves[i][part : part + count]
+            if is_key[i]
+            else leaves[i][begin : begin + count * size].reshape(count, size, *leaves[i].shape[1:])
+            for i in own
         ]
-        outcomes.append(_map(lambda given: function(*jax.tree.unflatten(tree, given)), rows, shared, one_by_one))
+        outcomes.append(jax.lax.map(of_part, rows) if one_by_one else jax.vmap(of_part)(rows))
         part, begin = part + count, begin + count * size
     return outcomes[0] if len(outcomes) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *outcomes)
-
-
-def _map(function: Callable[[list[Any]], Any], rows: list[Any], shared: list[bool], one_by_one: bool) -> Any:
-    """The function of every row, of what is not shared."""
-    if not one_by_one:
-        return jax.vmap(function, in_axes=([None if same else 0 for same in shared],))(rows)
-    own = [row for row, same in zip(rows, shared, strict=True) if not same]
-
-    def of_one(mine: list[Any]) -> Any:
-        left = iter(mine)
-        return function([row if same else next(left) for row, same in zip(rows, shared, strict=True)])
-
-    return jax.lax.map(of_one, own)
-
-
-def _is_key(leaf: jax.Array) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def _times(stacked: jax.Array, weights: Any) -> jax.Array:

@@ -137,13 +137,13 @@ class Options(_Parts, _Averaging, _Learning, _Rate):
             both = f"{shown(self.learning_rate)} and {shown(self.smoothness)}"
             given = "neither" if self.learning_rate is None else both
             raise ValueError(
-                f"give learning_rate or smoothness (1 / learning_rate), exactly one of the two, got {given}"
+                "give learning_rate or smoothness ((1 - momentum) / learning_rate), exactly one of the two, got "
+                f"{given}"
             )
         if self.smoothness is not None:
             smoothness = check_number("smoothness", self.smoothness, lambda m: m > 0, "positive and finite")
             check_number("smoothness", smoothness, _has_an_inverse, "such that 1 / smoothness is positive and finite")
             self.smoothness = smoothness
-            self.learning_rate = 1.0 / self.smoothness
         elif not callable(self.learning_rate):
             self.learning_rate = check_number(
                 "learning_rate", self.learning_rate, lambda rate: rate > 0, "positive and finite"
@@ -152,7 +152,11 @@ class Options(_Parts, _Averaging, _Learning, _Rate):
             self.averaging = check_number(
                 "averaging", self.averaging, lambda a: a >= 0, "at least 0 and finite, or None"
             )
-        self.scaling = Scaling(**{name: getattr(self, name) for name in inspect.signature(Scaling).parameters})
+        self.scaling = scaling = Scaling(
+            **{name: getattr(self, name) for name in inspect.signature(Scaling).parameters}
+        )
+        if self.smoothness is not None:
+            self.learning_rate = (1.0 if scaling.momentum is None else 1 - scaling.momentum) / self.smoothness
 
 
 def _has_an_inverse(m: float) -> bool:

@@ -11,84 +11,84 @@ import numpy as np
 from sgdol import summary, surrogate
 from sgdol.jax._blocks import Blocks, total
 
-__all__ = ["Record", "after_update", "empty", "plain", "report"]
+__all__ = ["Statistics", "after_update", "empty", "plain", "report"]
 
 
-class Record(NamedTuple):
-    """Sums over the updates, weighted by the base rate; in the unit of the optimizer's products.
+class Statistics(NamedTuple):
+    """What an update is made of; gradients in units, products in their squares, of each block."""
 
-    Few arrays, because every array of a state costs a compiled step about as much as a layer's update.
+    d: list[jax.Array]
+    """The direction: real, in float32 or wider."""
+    u: list[jax.Array]
+    """The signal that the learner sees..."""
+    n: list[jax.Array]
+    """...and the squared length."""
+    own_u: list[jax.Array]
+    """The same two of the gradients themselves..."""
+    own_n: list[jax.Array]
+    """...which without momentum are those above."""
+    last: list[jax.Array]
+    """<gbar_t, d_{t-1}>, if the learner uses hindsight; else zeros."""
+
+
+def empty(blocks: Blocks, rate: Any) -> jax.Array:
+    """The record before any update, in the unit of the optimizer's products.
+
+    Five sums over the updates, weighted by the base rate lr/(1 - beta): of the surrogate losses at the step sizes that
+    were played, of u and of n; then moving averages of u and n. Then lr s of the last update, before the first lr; for
+    ``"group"``, of each group.
     """
-
-    step_size: jax.Array
-    """Eta of the last update, before the first the base rate; for ``"group"``, of each group."""
-    counts: jax.Array
-    """Updates that were skipped because a gradient was not finite; updates that had the same gradient twice, u = n up
-    to rounding; k of the last update."""
-    sums: jax.Array
-    """Of the surrogate losses at the step sizes that were played, of u and of n; then moving averages of u and n."""
-
-
-def empty(blocks: Blocks, rate: Any) -> Record:
-    """The record before any update."""
-    shape = blocks.zeros()[0].shape if blocks.granularity == "group" else ()
-    step_size = jnp.broadcast_to(jnp.asarray(rate, blocks.dtype), shape)
-    return Record(step_size, jnp.zeros(3, jnp.int32), jnp.zeros(5, blocks.dtype))
+    shape = blocks.zeros()[0].shape if blocks.granularity == "group" else (1,)
+    return jnp.concatenate([jnp.zeros(5, blocks.dtype), jnp.broadcast_to(jnp.asarray(rate, blocks.dtype), shape)])
 
 
 def after_update(
-    record: Record, blocks: Blocks, seen: Any, multipliers: list[jax.Array], rate: Any, moved: Any, skipped: Any
-) -> Record:
-    """The record after one more call.
+    record: jax.Array, blocks: Blocks, seen: Statistics, multipliers: list[jax.Array], rate: Any, share: Any
+) -> tuple[list[jax.Array], jax.Array]:
+    """The numbers of the record after one more update, and whether it had the same gradient twice (u = n, rounded).
 
     Args:
         record: the one before.
         blocks: which coordinates share a step size.
-        seen: the statistics of the update (``_core.Statistics``).
+        seen: the statistics of the update.
         multipliers: s of each block.
         rate: lr.
-        moved: whether there was an update at all.
-        skipped: whether one was skipped.
+        share: 1 - beta.
     """
     rate = jnp.asarray(rate, blocks.dtype)
+    base = rate / share
+    signal, length = base * total(seen.u), base * total(seen.n)
     losses = [surrogate.loss(s, u, n, 1.0) for s, u, n in zip(multipliers, seen.u, seen.n, strict=True)]
+    before = [record[..., i] for i in range(5)]
+    sums = [a + b for a, b in zip(before, [base * total(losses), signal, length], strict=False)]
+    sums += [summary.recent(a, b) for a, b in zip(before[3:], [signal, length], strict=True)]
+    s = multipliers[0]
+    if blocks.granularity in ("tensor", "coordinate"):
+        # One number for all: the length of the move over that of the direction, so that what stays does not count.
+        lengths = blocks.products(seen.d, seen.d) if blocks.per_coordinate else seen.n
+        move = total([s * s * squared for s, squared in zip(multipliers, lengths, strict=True)])
+        whole = total(lengths)
+        s = jnp.sqrt(jnp.where(whole > 0, move / jnp.where(whole > 0, whole, 1), 1)).astype(blocks.dtype)
+    steps = [rate * s] if s.ndim == 0 else [rate * s[i] for i in range(s.shape[0])]
     own_u, own_n = total(seen.own_u), total(seen.own_n)
-    same = (own_n > 0) & (jnp.abs(own_n - own_u) <= 8 * jnp.finfo(blocks.dtype).eps * own_n)
-    signal, length = rate * total(seen.u), rate * total(seen.n)
-    new = jnp.stack([rate * total(losses), signal, length, signal, length])
-    recent = np.array([False] * 3 + [True] * 2)
-    sums = jnp.where(recent, summary.recent(record.sums, new), record.sums + new)
-    counts = record.counts.at[1].add(same).at[2].set(seen.k)
-    return Record(
-        step_size=jnp.where(moved, rate * _multiplier(blocks, seen, multipliers), record.step_size),
-        counts=jnp.where(moved, counts, record.counts.at[0].add(skipped)),
-        sums=jnp.where(moved, sums, record.sums),
-    )
+    identical = (own_n > 0) & (jnp.abs(own_n - own_u) <= 8 * jnp.finfo(blocks.dtype).eps * own_n)
+    return [*sums, *steps], identical
 
 
-def _multiplier(blocks: Blocks, seen: Any, multipliers: list[jax.Array]) -> jax.Array:
-    """One number for all: the length of the move over that of the direction, so that what stays does not count."""
-    if blocks.granularity in ("global", "group"):
-        return multipliers[0]
-    lengths = blocks.products(seen.d, seen.d) if blocks.per_coordinate else seen.n
-    move = total([s * s * squared for s, squared in zip(multipliers, lengths, strict=True)])
-    length = total(lengths)
-    return jnp.sqrt(jnp.where(length > 0, move / jnp.where(length > 0, length, 1), 1)).astype(blocks.dtype)
-
-
-def report(record: Record, count: Any, pending: Any, unit: Any) -> dict[str, Any]:
-    """The record as plain numbers, or as arrays of them if the state is one of many."""
-    steps, sums = (np.asarray(value, np.float64) for value in (record.step_size, record.sums))
-    skipped, identical, k = (np.asarray(record.counts)[..., i] for i in range(3))
-    square = np.where(np.asarray(unit, np.float64) > 0, np.asarray(unit, np.float64), 1.0) ** 2
+def report(state: Any) -> dict[str, Any]:
+    """The record of a state as plain numbers, or as arrays of them if the state is one of many."""
+    numbers = np.asarray(state.numbers, np.float64)
+    updates, pending, skipped, identical, k = (np.asarray(state.counts)[..., i] for i in range(5))
+    unit, sums, steps = numbers[..., 1], numbers[..., 2:7], numbers[..., 7:]
+    square = np.where(unit > 0, unit, 1.0) ** 2
     losses, signal, length = (square * sums[..., i] for i in range(3))
     recent = sums[..., 3], sums[..., 4]
     return {
-        "step_size": np.atleast_1d(steps).tolist() if steps.ndim == k.ndim + 1 or not k.ndim else steps,
-        "pending": plain(pending),
+        "step_size": steps.tolist() if steps.ndim == 1 else steps[..., 0] if steps.shape[-1] == 1 else steps,
+        "pending": plain(pending > 0),
         "signal_to_noise": plain(summary.signal_to_noise(*recent)),
         "noise_scale": plain(summary.noise_scale(*recent, k)),
-        "updates": plain(count),
+        "updates": plain(updates),
         "skipped": plain(skipped),
         "identical": plain(identical),
         "gradients": plain(k),

@@ -1,7 +1,8 @@
 r"""SGDOL as an optax gradient transformation (Zhuang, Cutkosky and Orabona, ICML 2019).
 
 The way is one way, and ``Core.update`` in ``_core`` is its text: independent gradients (``_sources``) -> metric
-(``_metric``) and momentum -> (d, u, n) of every block (``_blocks``) -> multiplier s by a learner -> update -lr s d.
+(``_metric``) and momentum -> (d, u, n) of every block (``_blocks``) -> multiplier s by a learner -> the update
+-lr s d/(1 - beta).
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ __all__ = ["scale_by_sgdol", "sgdol"]
 
 @takes(Options)
 def sgdol(options: Options) -> optax.GradientTransformationExtraArgs:  # noqa: D417  # the fields are described
-    r"""Stochastic gradient descent whose step size is learned online: :math:`x_{t+1} = x_t - \mathrm{lr}\, s_t\, d_t`.
+    r"""SGD with momentum that learns its step size online.
 
-    By default it is ``optax.sgd(lr * (1 - momentum), momentum)`` with a multiplier s <= 1 that falls where the
-    curvature measured along the steps says that they are too long (:class:`sgdol.learners.MeasuredCurvature`, which has
-    no theorem). The paper's own settings, with its proof, are ``sgdol(smoothness=M, **sgdol.PAPER)``:
+    .. math:: x_{t+1} = x_t - \eta_t d_t, \qquad \eta_t = \frac{\mathrm{lr}}{1 - \beta} s_t, \qquad
+        \frac{\mathrm{lr}}{1 - \beta} = \frac1M.
+
+    By default it is ``optax.sgd(lr, momentum)`` with a multiplier s <= 1, which falls if the curvature measured along
+    the steps shows that they are too long (:class:`sgdol.learners.MeasuredCurvature`; there is no convergence proof for
+    it). The paper's algorithm, which has one, is ``sgdol(smoothness=M, **sgdol.PAPER)``:
 
     .. math:: s_t = \mathrm{clip}\!\left(
         \frac{\alpha + \sum_{j<t} u_j}{\alpha + \sum_{j<t} n_j}, 0, 2\right).
@@ -31,18 +35,17 @@ def sgdol(options: Options) -> optax.GradientTransformationExtraArgs:  # noqa: D
     See :func:`scale_by_sgdol` for how ``update`` gets its independent gradients and for the other arguments.
 
     Args:
-        learning_rate: the base rate 1/M: the largest step size (with the paper's learner half of it). A number, an
-            array or a schedule, which is a function of the number of calls of ``update``, those
-            that only hold a gradient included.
-        smoothness: M, instead of ``learning_rate``; give one of the two.
-        alpha: how strongly to hold on to the base rate, in units of a squared gradient norm, in each block; None for
-            kappa times the first squared gradient.
-        kappa: how strongly to hold on to the base rate if alpha is None, positive; None for 10 with a learner that uses
-            hindsight, else 1.
+        learning_rate: the rate of ``optax.sgd`` with the same momentum. The step size starts there and never exceeds it
+            (with the paper's learner it may double). A number, an array or a schedule, which is a function of the
+            number of calls of ``update``, those that only hold a gradient included.
+        smoothness: M, instead of ``learning_rate``, which is then (1 - momentum)/M; give one of the two.
+        alpha: how strongly the step size is kept at the learning rate at first, in units of a squared gradient norm, in
+            each block; None for kappa times the first squared gradient.
+        kappa: see alpha; positive; None for 10 with a learner that uses hindsight, else 1.
         estimator: ``"symmetric"`` or ``"paper"`` (Algorithm 1 to the letter).
         granularity: ``"global"``, ``"group"``, ``"tensor"`` or ``"coordinate"``.
-        momentum: beta, in [0, 1); None for none. It is a weighted mean of the gradients, so ``optax.sgd(lr, beta)``
-            has a base rate of lr / (1 - beta) here.
+        momentum: beta, in [0, 1); None for none. d_t is the average of the gradients with these weights, (1 - beta)
+            times the trace of ``optax.sgd``.
         bias_correction: whether the direction is m_t / (1 - beta^t) or m_t; None for m_t with a learner that uses
             hindsight: a first step of full length is too long for a rate at the limit.
         statistics: with momentum, whether (u, n) are those of the ``"direction"`` or of the ``"gradient"``.
@@ -109,7 +112,10 @@ def sgdol(options: Options) -> optax.GradientTransformationExtraArgs:  # noqa: D
 
 @takes(Scaling)
 def scale_by_sgdol(options: Scaling) -> optax.GradientTransformationExtraArgs:  # noqa: D417  # likewise
-    r"""Turn independent gradients at one point into :math:`s_t d_t`, direction times learned multiplier.
+    r"""Turn independent gradients at one point into :math:`s_t d_t/(1 - \beta)`, direction times learned multiplier.
+
+    The direction d_t is an average with momentum beta, so :math:`d_t/(1 - \beta)` is the trace of ``optax.sgd``:
+    ``optax.chain(scale_by_sgdol(), optax.scale_by_learning_rate(lr))`` is ``sgdol(lr)``.
 
     ``update`` takes them in any of three ways:
 
@@ -119,7 +125,7 @@ def scale_by_sgdol(options: Scaling) -> optax.GradientTransformationExtraArgs:  
     3. ``update(stacked, state)``: k >= 2 gradients stacked along a new first axis of *every* leaf, which therefore has
        exactly one axis more than the parameter has, as :func:`sgdol.jax.microbatch_grads` makes them.
 
-    The gradients of a pair must come from different samples: equal ones turn SGDOL into SGD with the step size 1/M, and
+    The gradients of a pair must come from different samples: equal ones turn SGDOL into SGD at its rate, and
     ``identical`` in :func:`sgdol.jax.diagnostics` counts them. After way 2 or 3 moved the parameters, a gradient that
     was held before is out of date and is dropped. If any gradient of an update is not finite, the update is zero, the
     sums stay as they were, and a held gradient is dropped. Gradients may be of any size that their type holds: sums are

@@ -1,4 +1,4 @@
-"""Where independent gradients come from: one function per source, and one record that all of them leave."""
+"""Where independent gradients come from, and one record that all sources leave."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from sgdol.jax import _axes
-from sgdol.jax._blocks import add, as_real
+from sgdol.jax._blocks import Blocks, add, as_real
 from sgdol.surrogate import Estimator
 
 __all__ = ["Gradients", "refuse_integers", "take"]
@@ -19,20 +19,20 @@ class Gradients(NamedTuple):
     """The gradients of one call of ``update``: all that the statistics know of where they came from."""
 
     vectors: list[jax.Array]
-    """Of each leaf, this device's gradients along the first axis: real, in float32 or wider."""
+    """This device's gradients along the first axis: real, in float32 or wider."""
     mean: list[jax.Array]
-    """Of each leaf, the gradient that the update follows: the mean of all, for the paper's estimator the first."""
+    """The gradient that the update follows: the mean of all, for the paper's estimator the first."""
     k: int
     """How many gradients there are, over all devices."""
     axes: tuple[Any, ...]
     """The named axes over whose devices they are spread; none if all are here."""
     dtypes: list[Any]
-    """The types of the gradients as they were given."""
+    """The types of the leaves as they were given."""
     waiting: Any = None
     """The gradient that is held if none is held yet, like the parameters; None from a source that always has enough."""
 
 
-def take(updates: Any, others: Any, held: Any, estimator: Estimator, axis_name: Any) -> Gradients:
+def take(updates: Any, others: Any, held: Any, estimator: Estimator, axis_name: Any, blocks: Blocks) -> Gradients:
     """The gradients of a call, from the source that their shapes tell.
 
     Args:
@@ -41,29 +41,33 @@ def take(updates: Any, others: Any, held: Any, estimator: Estimator, axis_name: 
         held: the gradient that is held, or zeros; of the shape of the parameters.
         estimator: the paper's counts the gradients of all devices as one, their mean.
         axis_name: of the devices that have gradients of their own, or None.
+        blocks: how vectors lie in arrays.
     """
-    axes = _axes.names(axis_name)
-    stacked = _is_stacked(updates, held, "updates", least=1 if axes else 2)
+    axes, devices, waiting = (), 1, None
+    stacked = _is_stacked(updates, held, "updates", least=2 if axis_name is None else 1)
     if others is not None:
         others = _where_not_masked(updates, others)
         if stacked or _is_stacked(others, held, "others", least=2):
             raise ValueError("others completes one gradient: give either others or stacked gradients, not both")
-    if axes:
+    if axis_name is not None:
         updates, others, axes = _of_devices(updates, others, axis_name, estimator)
+        devices = _axes.size_of(axes)
         if stacked and not axes and jax.tree.leaves(updates)[0].shape[0] == 1:
             updates, stacked = jax.tree.map(lambda g: g[0], updates), False
     if others is not None:
-        return _gradients(_pair(updates, others), estimator, axes)
-    if stacked:
-        return _gradients(updates, estimator, axes)
-    if axes:  # one on each device
-        return _gradients(jax.tree.map(lambda g: jnp.asarray(g)[None], updates), estimator, axes)
-    # Calls alternate: the gradient that is held and this one; if none is held, this one waits.
-    waiting = jax.tree.map(lambda g, h: jnp.asarray(g, h.dtype), updates, held)
-    return _gradients(_pair(held, updates), estimator, ())._replace(waiting=waiting)
-
-
-# Sources --------------------------------------------------------------------------------------------------------------
+        updates = _pair(updates, others)
+    elif axes and not stacked:  # one on each device
+        updates = jax.tree.map(lambda g: jnp.asarray(g)[None], updates)
+    elif not stacked:  # calls alternate: the gradient that is held and this one; if none is held, this one waits
+        waiting = jax.tree.map(lambda g, h: jnp.asarray(g, h.dtype), updates, held)
+        updates = _pair(held, updates)
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(updates)]
+    vectors = blocks.join([as_real(leaf) for leaf in leaves])
+    here = leaves[0].shape[0]
+    mean = [g[0] if estimator == "paper" else add(g) / here for g in vectors]
+    if axes:
+        mean = _axes.mean_over(axes, mean)
+    return Gradients(vectors, mean, here * devices, axes, [leaf.dtype for leaf in leaves], waiting)
 
 
 def _of_devices(updates: Any, others: Any, axis_name: Any, estimator: Estimator) -> tuple[Any, Any, tuple[Any, ...]]:
@@ -77,16 +81,6 @@ def _of_devices(updates: Any, others: Any, axis_name: Any, estimator: Estimator)
 
 def _pair(first: Any, second: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.stack([jnp.asarray(a), jnp.asarray(b)]), first, second)
-
-
-def _gradients(stacked: Any, estimator: Estimator, axes: tuple[Any, ...]) -> Gradients:
-    """Several gradients along the first axis of every leaf, here and on the devices of the axes."""
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(stacked)]
-    vectors = [as_real(leaf) for leaf in leaves]
-    here = leaves[0].shape[0]
-    mean = [g[0] if estimator == "paper" else add(g) / here for g in vectors]
-    dtypes = [leaf.dtype for leaf in leaves]
-    return Gradients(vectors, _axes.mean_over(axes, mean), here * _axes.size_of(axes), axes, dtypes)
 
 
 # Shapes ---------------------------------------------------------------------------------------------------------------

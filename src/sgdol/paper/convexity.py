@@ -1,4 +1,4 @@
-r"""Does convexity help? The experiments behind docs/convexity.md, on problems with everything that the theorems assume.
+r"""Does convexity help? The experiments of docs/explanation/convexity.md, on problems that satisfy its assumptions.
 
 ``run(out)`` measures how fast :math:`f - f^\star` falls at the last iterate and at the average of the iterates, on
 convex problems whose M is known, and writes ``convexity.csv``, ``convexity-curves.csv`` and a figure; ``section(out)``
@@ -271,13 +271,12 @@ def _draw(curves: dict[str, dict[str, Curve]], path: Path) -> None:
 
 
 PROSE = (
-    "The paper asks whether convexity helps. What is proved, in docs/convexity.md: on a convex objective the surrogate "
-    "bounds the change of the distance to the minimum as well, so the iterates stay bounded; through gradient norms "
-    "f - f* falls as T^(-1/4), and the surrogate's own best step cannot do better than T^(-1/3) in general; with a "
-    "floor of c/√t under the learned multiplier, f - f* at the average is O(ln T/√T). Measured here: f - f* at the "
+    "The paper asks whether convexity helps. Proved in docs/explanation/convexity.md, for a convex objective: the "
+    "surrogate also bounds the change of the distance to the minimum, so the iterates stay bounded. f - f* falls as "
+    "T^(-1/4), and the step size that is best for the surrogate can do no better than T^(-1/3) in general. With a "
+    "multiplier of at least c/√t, f - f* at the average of the iterates is O(ln T/√T). Measured here: f - f* at the "
     "horizon, mean over the repeats, and the slope of its logarithm over the last one and a half decades with its "
-    "standard deviation. "
-    "For the hard instance (Huber) the slope is over the horizons that it is made for."
+    "standard deviation. For the hard instance (Huber) the slope is taken over the horizons that it is made for."
 )
 
 

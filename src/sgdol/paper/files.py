@@ -12,7 +12,7 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["TEMPORARY", "DamageError", "checksum", "seal", "shown", "unseal", "write_atomically"]
+__all__ = ["TEMPORARY", "DamageError", "checksum", "read_file", "seal", "shown", "unseal", "write_atomically"]
 
 TEMPORARY = ".unfinished-"
 """How the names of files begin that are being written."""
@@ -27,6 +27,13 @@ class DamageError(ValueError):
 def checksum(content: bytes) -> str:
     """The SHA-256 of some bytes, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
+
+
+def read_file(path: Path) -> bytes:
+    """The content of an ordinary file. Reading from a pipe would wait for ever for somebody who writes to it."""
+    if path.exists() and not path.is_file():
+        raise DamageError("it is not an ordinary file")
+    return path.read_bytes()
 
 
 def seal(content: bytes) -> bytes:

@@ -91,13 +91,14 @@ def _run_all(
 ) -> None:
     jobs = [_Job(configuration, experiment, problem, results, progress) for experiment, problem in problems]
     progress.plan({part: total for job in jobs for part, total in job.parts().items()})
-    for job in jobs:
-        job.tune()
-    for job in jobs:
-        job.run_noiseless()
     with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(job.run_noisy, noise, method) for job in jobs for noise, method in job.noisy()]
+        # The noisy runs of one experiment fill the cores while the rates of the next are searched.
+        begun = [(job, pool.submit(job.run_without_noise)) for job in jobs]
+        futures = []
         try:
+            for job, future in begun:
+                future.result()
+                futures += [pool.submit(job.run_noisy, noise, method) for noise, method in job.noisy()]
             for future in futures:
                 future.result()
         except BaseException:
@@ -166,6 +167,11 @@ class _Job:
 
     # -------------------------------------------------------------------------------------------------- tuning
 
+    def run_without_noise(self) -> None:
+        """What the noisy runs have to wait for, and the noiseless runs."""
+        self.tune()
+        self.run_noiseless()
+
     def tune(self) -> None:
         """Search the rates of all methods; they share one program, so they are searched together."""
         start = time.perf_counter()
@@ -180,7 +186,7 @@ class _Job:
                 self.horizons.tuning,
                 grids=self.grids,
                 criterion=self.criterion,
-                progress=lambda n: self.progress.advance(part, n),
+                progress=lambda n: self._advance(part, n),
             )
             for search in searches:
                 if self.table[search.method] in missing:
@@ -262,9 +268,7 @@ class _Job:
         ]
         if missing:
             group = [Lanes(m, _lanes(hyperparameters[m.name], 1)) for m in self.table.values()]
-            traces = run_noiseless(
-                self.problem, group, self.horizons.noiseless, lambda n: self.progress.advance(part, n)
-            )
+            traces = run_noiseless(self.problem, group, self.horizons.noiseless, lambda n: self._advance(part, n))
             for lanes, trace in zip(group, traces, strict=True):
                 if lanes.method.name in missing:
                     name = lanes.method.name

@@ -34,7 +34,7 @@ import xarray as xr
 import sgdol
 from sgdol.paper.configuration import Configuration, MissingError, ResultsError
 from sgdol.paper.experiments import EXPERIMENTS
-from sgdol.paper.files import TEMPORARY, checksum, seal, unseal, write_atomically
+from sgdol.paper.files import TEMPORARY, checksum, read_file, seal, unseal, write_atomically
 from sgdol.paper.methods import METHODS, methods
 
 try:
@@ -103,7 +103,7 @@ class Results:
 
     def _stored(self) -> dict[str, Any] | None:
         try:
-            stored = json.loads(self._configuration_path.read_bytes())
+            stored = json.loads(read_file(self._configuration_path))
             if not {"configuration", "identity"} <= stored.keys() <= {"configuration", "identity", "sha256"}:
                 raise ValueError("it lacks its entries, or has others")
             found = stored.pop("sha256", None)
@@ -172,7 +172,7 @@ class Results:
         """The seconds of each part that was run, in the order in which the parts ended."""
         path = self.folder / "timings.json"
         try:
-            found = json.loads(path.read_bytes())
+            found = json.loads(read_file(path))
             if not isinstance(found, dict) or not all(_is_time(seconds) for seconds in found.values()):
                 raise ValueError("it does not hold seconds by part")
         except FileNotFoundError:
@@ -222,7 +222,7 @@ class Results:
         try:
             stamp = (path, path.stat().st_mtime_ns)
             if stamp not in self._cache:
-                content = unseal(path.read_bytes())
+                content = unseal(read_file(path))
                 with self._lock:
                     self._cache[stamp] = xr.load_dataset(io.BytesIO(content), engine="h5netcdf")
         except Exception as error:  # h5py raises whatever the damage makes it raise

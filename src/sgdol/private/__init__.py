@@ -1,7 +1,7 @@
 """SGDOL under differential privacy: a step size that is learned from what is released anyway.
 
 ``PrivateSGDOL`` is one line after Opacus' ``make_private``; ``LocalSGDOL`` is the server of the paper's own setting, in
-which every user sends one noised gradient. Needs the extra ``private``. docs/private.md has the privacy arguments.
+which every user sends one noised gradient. Needs the extra ``private``. Privacy: docs/explanation/private.md.
 
 >>> import torch
 >>> from opacus import PrivacyEngine

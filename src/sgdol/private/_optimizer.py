@@ -35,11 +35,12 @@ SOURCES: tuple[str, ...] = get_args(Source)
 class PrivateSGDOL(DPOptimizer):
     r"""The optimizer that ``make_private`` returned, with a step size that it learns: put it in its place.
 
-    The update is :math:`x_{t+1} = x_t - \mathrm{lr}\, s_t d_t`, where ``lr`` is the base rate 1/M of the wrapped
-    ``torch.optim.SGD`` (schedulers and parameter groups as usual), :math:`d_t` the average of the releases with
-    momentum beta, and :math:`s_t \in [0, 2]` the learned multiplier. ``param_groups[i]["step_size"]`` is the step size
-    that was used. Weight decay is the wrapped SGD's, at the rate lr. A sample whose gradient is not finite counts as
-    one with gradient 0: clipping bounds no NaN (:meth:`clip_and_accumulate`).
+    The update is :math:`x_{t+1} = x_t - \mathrm{lr}\, s_t d_t`, where ``lr`` is the base rate 1/M, the rate of the
+    wrapped ``torch.optim.SGD``, which has no momentum (schedulers and parameter groups as usual), :math:`d_t` the
+    average of the releases with momentum beta, and :math:`s_t \in [0, 2]` the learned multiplier.
+    ``param_groups[i]["step_size"]`` is the step size that was used. Weight decay is the wrapped SGD's, at the rate lr.
+    A sample whose gradient is not finite counts as one with gradient 0: clipping bounds no NaN
+    (:meth:`clip_and_accumulate`).
 
     ============== ============================================================== ===============================
     source         u for the present gradient                                     E u = \|\|G\|\|^2 needs
@@ -77,16 +78,8 @@ class PrivateSGDOL(DPOptimizer):
         learner: Learner | None = None,
     ) -> None:
         _check(optimizer, source, momentum)
-        super().__init__(
-            optimizer.original_optimizer,
-            noise_multiplier=optimizer.noise_multiplier,
-            max_grad_norm=optimizer.max_grad_norm,
-            expected_batch_size=optimizer.expected_batch_size,
-            loss_reduction=optimizer.loss_reduction,
-            generator=optimizer.generator,
-            secure_mode=optimizer.secure_mode,
-        )
-        self.step_hook = optimizer.step_hook
+        # One memory for both: a noise scheduler or a BatchMemoryManager may have been given the optimizer itself.
+        self.__dict__ = optimizer.__dict__
         self.source, self.momentum = source, float(momentum)
         self._multiplier = Multiplier(alpha, kappa, learner)
         self._apart: list[Tensor] = []

@@ -1,7 +1,7 @@
 r"""The guarantees as numbers: regret, the paper's Theorems 2, 4, 6, 7 and 8, and what is proved here beyond them.
 
-The proofs beyond the paper are in docs/theory.md (symmetric estimator, metric, momentum) and docs/unknown_smoothness.md
-(without M).
+The proofs beyond the paper are in docs/explanation: theory.md (symmetric estimator, metric, momentum) and
+unknown_smoothness.md (without M).
 
 Theorems carry the numbers that the paper's counter gives them (the lemma takes number 5), and its slips are corrected:
 Theorems 2 and 7 need :math:`\eta \le 2/M` for the regret bound that they are used with, and in Theorem 8

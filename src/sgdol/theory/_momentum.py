@@ -1,4 +1,4 @@
-r"""Theorems 2 and 4 with momentum, for the symmetric estimator. Proofs: docs/theory.md.
+r"""Theorems 2 and 4 with momentum, for the symmetric estimator. Proofs: docs/explanation/theory.md.
 
 The direction is :math:`d_t = m_t/(1-\beta^t)` with :math:`m_t = \beta m_{t-1} + (1-\beta) \bar g_t`, its signal
 :math:`u_t = (\beta\langle m_{t-1}, \bar g_t\rangle + (1-\beta) u)/(1-\beta^t)`, and :math:`n_t = \|d_t\|^2`. SGDOL is

@@ -1,4 +1,4 @@
-r"""Theorem 4 for the symmetric estimator of k gradients, and constants in a metric. Proofs: docs/theory.md."""
+r"""Theorem 4 for the symmetric estimator, and constants in a metric. Proofs: docs/explanation/theory.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-r"""Bounds for algorithms that do not know M (:mod:`sgdol.reference_tested`). Proofs: docs/unknown_smoothness.md.
+r"""Bounds for algorithms that do not know M (:mod:`sgdol.reference_tested`).
+
+Proofs: docs/explanation/unknown_smoothness.md.
 
 Symbols: M the smoothness of f, unknown to the algorithm; m_0 its first guess; :math:`\hat M` the present guess, which
 doubles at each rejection; :math:`M' = c \hat M` the smoothness that FTRL is given.

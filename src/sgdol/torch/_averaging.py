@@ -15,6 +15,8 @@ polynomial average weights the later iterates more.
 from __future__ import annotations
 
 import random
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from sgdol.torch._gate import Gate
+from sgdol.torch._update import Gate
 from sgdol.torch._vectors import scalar_dtype
 from sgdol.torch._world import local
 
-__all__ = ["average_groups", "averaged_weights", "polynomial_average", "random_iterate", "swapped_in"]
+__all__ = ["Unused", "average_groups", "averaged_weights", "polynomial_average", "random_iterate", "swapped_in"]
 
 AverageFunction = Callable[[Tensor, Tensor, Tensor | int], Tensor]
 
@@ -122,6 +124,30 @@ def swapped_in(tensors: list[Tensor], values: list[Tensor]) -> Iterator[None]:
         yield
     finally:
         _copy(kept, tensors)
+
+
+class Unused:
+    """Says, when an optimizer that has made many steps is gone, that nobody has ever asked for its average.
+
+    The optimizer cannot see an evaluation that is made without ``averaged()``, and one that is still to come may be
+    made with it. So the sentence comes when the optimizer is deleted, at the latest when the program ends.
+    """
+
+    MANY = 500
+
+    def __init__(self, optimizer: object) -> None:
+        self.steps = 0
+        self.asked = False
+        weakref.finalize(optimizer, self._say)
+
+    def _say(self) -> None:
+        if self.steps >= self.MANY and not self.asked:
+            warnings.warn(
+                f"SGDOLFree has made {self.steps} steps, and its averaged weights, which are better than the latest, "
+                "were not used. Evaluate inside `with opt.averaged():`, and save opt.averaged_state_dict(model) for "
+                "use. Ignore this if another program does that from opt.state_dict().",
+                stacklevel=1,
+            )
 
 
 def average_groups(

@@ -4,40 +4,59 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.modules.loss import _Loss
 
-__all__ = ["backward", "split"]
+from sgdol.torch._rerun import Replay, interested, running
+
+__all__ = ["backward", "repeatable", "split", "watched"]
 
 
 def backward(
     loss_fn: Callable[..., Tensor],
     *batch: Any,
     parts: int = 2,
-    run: Callable[[Tensor], Any] = Tensor.backward,
+    reduction: Literal["mean", "sum"] = "mean",
+    run: Callable[[Tensor], Any] | None = None,
 ) -> Tensor:
-    r"""Run ``backward()`` on each part of a batch, and return the loss of the batch.
+    r"""Split a batch, run ``backward()`` on each part, and return the loss of the batch.
 
-    With parts of :math:`b_i` of the b samples, :math:`\frac{b_i}{b} \ell_i` is what each pass differentiates, so that
-    the gradients add up to that of the whole batch, also where the parts are not of one size. It costs what one pass
-    costs: every sample goes through the model once. Gradients are added to what is there, as ``backward()`` does.
+    Use it with both optimizers in place of ``loss = criterion(model(x), y)`` and ``loss.backward()``::
+
+        loss = backward(lambda x, y: criterion(model(x), y), inputs, targets)
+        opt.step()
+        opt.zero_grad()
+
+    It costs what one pass costs: every sample goes through the model once. A part with :math:`b_i` of the b samples and
+    the mean loss :math:`\ell_i` contributes the gradient of :math:`\frac{b_i}{b} \ell_i`, so the gradients add up to
+    that of the whole batch. Gradients are added to ``.grad``, as by ``backward()``; several calls before one ``step()``
+    are gradient accumulation.
+
+    :class:`sgdol.SGDOLFree` evaluates some batches a second time, at another point. ``step()`` then calls ``loss_fn``
+    again, with the same random numbers of torch, the same autocast and the same buffers; the batch is kept until that
+    step has ended. So ``loss_fn`` must return the same loss whenever it is called at the same weights. Draw other
+    random numbers (augmentation by numpy, a ``torch.Generator``) before the call.
 
     A batch with fewer samples than ``parts`` is run in as many passes as it has samples. A single sample is one
-    gradient, which :class:`sgdol.SGDOL` holds until the next ``step()``. Parts of different sizes count as equal in u,
-    which is lower by at most :math:`1/b^2` of the signal for two parts: nothing, but for a last batch of three.
+    gradient: :class:`sgdol.SGDOL` holds it until the next ``step()``, :class:`sgdol.SGDOLFree` skips that step. In u
+    all parts count alike; for two parts of unequal size u is lower by at most :math:`1/b^2` of the signal.
 
     Args:
-        loss_fn: a function of the batch's arguments that returns the *mean* loss over the samples that it is given.
-        batch: tensors, or dicts, tuples, lists and dataclasses of them, whose first axis is the samples. What is not a
-            tensor with a first axis of that length, or a list of it, goes to every part as it is.
-        parts: how many passes, at least 1.
-        run: what is called with each loss in place of ``loss.backward()``: ``accelerator.backward``, or
+        loss_fn: a function of the batch that calls the model and returns the loss of the samples that it is given.
+        batch: the arguments of ``loss_fn``: tensors, numpy arrays, or dicts, tuples, lists and dataclasses of them,
+            whose first axis is the samples; or a list or array of indices of samples. Anything without a first axis of
+            that length is given to every part as it is.
+        parts: how many passes, at least 1. On data-parallel ranks 1 is enough: the ranks are the parts.
+        reduction: ``"mean"`` if ``loss_fn`` returns the mean over its samples, ``"sum"`` if it returns their sum.
+        run: a function to call with each loss in place of ``loss.backward()``: ``accelerator.backward``, or
             ``lambda loss: scaler.scale(loss).backward()`` with a GradScaler.
 
     Returns:
-        The mean loss over the batch, detached.
+        The loss of the batch, detached: a mean or a sum, by ``reduction``.
 
     >>> import torch
     >>> from sgdol import SGDOL
@@ -56,17 +75,66 @@ def backward(
     """
     if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
         raise ValueError(f"parts must be a whole number of passes, at least 1, got {parts!r}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'reduction must be "mean" or "sum", as loss_fn reduces its samples, got {reduction!r}')
+    _refuse_what_cannot_run_again(loss_fn, batch)
+    pieces = [(share if reduction == "mean" else 1.0, part) for share, part in split(batch, parts)]
+    call = partial(_run_passes, loss_fn, pieces, Tensor.backward if run is None else run)
+    return repeatable(call, len(pieces), whole=len(pieces) == parts)
+
+
+def repeatable(call: Callable[[], Tensor], passes: int, *, whole: bool = True) -> Tensor:
+    """Make a call that runs so many backward passes, so that SGDOLFree can make it again.
+
+    Each loss has to go through :func:`watched` before its backward. See :class:`sgdol.torch._rerun.Replay`.
+    """
+    optimizers = interested() if running() is None else []  # inside of step(closure) that is made again
+    loss: Tensor = Replay(call, optimizers, passes, whole=whole).first() if optimizers else call()
+    return loss
+
+
+def watched(loss: Tensor) -> Tensor:
+    """The loss, whose backward will be known as one of the call that is being made."""
+    replay = running()
+    if replay is not None and loss.requires_grad:
+        loss.register_hook(replay.begun)
+    return loss
+
+
+def _run_passes(
+    loss_fn: Callable[..., Tensor], pieces: list[tuple[float, tuple[Any, ...]]], run: Callable[[Tensor], Any]
+) -> Tensor:
     total: Tensor | None = None
     with torch.enable_grad():
-        for share, part in split(batch, parts):
+        for share, part in pieces:
             loss = loss_fn(*part)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise TypeError(f"loss_fn must return the mean loss of its samples, one number, got {_shown(loss)}")
-            loss = loss * share
+                raise TypeError(f"loss_fn must return the loss of its samples, one number, got {_shown(loss)}")
+            if not loss.requires_grad:
+                raise ValueError(
+                    "the loss depends on no parameter: loss_fn must be a function of the batch that calls the model, "
+                    f"as lambda x, y: criterion(model(x), y) is, got {_shown(loss_fn)}"
+                )
+            loss = watched(loss * share)
             run(loss)
             total = loss.detach() if total is None else total + loss.detach()
     assert total is not None
     return total
+
+
+def _refuse_what_cannot_run_again(loss_fn: Any, batch: tuple[Any, ...]) -> None:
+    """The model has to be called inside."""
+    usage = "write backward(lambda x, y: criterion(model(x), y), inputs, targets)"
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of the batch, got {_shown(loss_fn)}: {usage}")
+    if isinstance(loss_fn, _Loss):
+        raise TypeError(f"loss_fn must be a function of the batch that calls the model, got {loss_fn!r}: {usage}")
+    for path, value in _leaves(batch, "batch"):
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            raise ValueError(
+                f"{path} comes out of a model and has a graph, which can be run back through only once: call the model "
+                f"inside of loss_fn, on the batch itself: {usage}"
+            )
 
 
 def split(batch: Sequence[Any], parts: int) -> Iterator[tuple[float, tuple[Any, ...]]]:
@@ -74,10 +142,17 @@ def split(batch: Sequence[Any], parts: int) -> Iterator[tuple[float, tuple[Any, 
 
     >>> [(share, x.tolist()) for share, (x,) in split((torch.arange(4),), 2)]
     [(0.5, [0, 1]), (0.5, [2, 3])]
+    >>> [part for _, part in split(([7, 3, 5],), 2)]  # indices
+    [([7],), ([3, 5],)]
     """
-    sizes = [(path, size) for path, size in _sizes(tuple(batch), "batch") if size is not None]
+    sizes = [(path, len(value)) for path, value in _leaves(tuple(batch), "batch") if _has_samples(value)]
+    if not sizes:  # no tensors: lists of what loss_fn takes its samples by
+        sizes = [(f"batch[{i}]", len(value)) for i, value in enumerate(batch) if isinstance(value, list | range)]
     if not sizes:
-        raise ValueError("batch has no tensor with a first axis to split: give backward() the tensors themselves")
+        raise ValueError(
+            "batch has no tensor with a first axis to split, and no list: give backward() the tensors themselves, or "
+            "indices"
+        )
     samples = sizes[0][1]
     other = next(((path, size) for path, size in sizes if size != samples), None)
     if other is not None:
@@ -95,36 +170,41 @@ def split(batch: Sequence[Any], parts: int) -> Iterator[tuple[float, tuple[Any, 
         begin = end
 
 
-def _sizes(value: Any, path: str) -> Iterator[tuple[str, int | None]]:
-    """The length of the first axis of every tensor inside, with the way to it."""
-    if isinstance(value, Tensor):
-        yield path, len(value) if value.dim() else None
-    elif isinstance(value, Mapping):
+def _has_samples(value: Any) -> bool:
+    """Whether it is a tensor, or an array of numpy's, with a first axis."""
+    return getattr(value, "ndim", 0) > 0 and hasattr(value, "shape")
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Everything inside that has nothing inside, with the way to it."""
+    if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _sizes(item, f"{path}[{key!r}]")
+            yield from _leaves(item, f"{path}[{key!r}]")
     elif isinstance(value, tuple | list):
         for i, item in enumerate(value):
-            yield from _sizes(item, f"{path}[{i}]")
+            yield from _leaves(item, f"{path}[{i}]")
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _sizes(getattr(value, field.name), f"{path}.{field.name}")
+            yield from _leaves(getattr(value, field.name), f"{path}.{field.name}")
+    else:
+        yield path, value
 
 
 def _cut(value: Any, begin: int, end: int, samples: int) -> Any:
-    if isinstance(value, Tensor):
-        return value[begin:end] if value.dim() else value
     if isinstance(value, Mapping):
         items = {key: _cut(item, begin, end, samples) for key, item in value.items()}
         return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, range):
+        return value[begin:end] if len(value) == samples else value
     if isinstance(value, tuple | list):
-        if not any(size is not None for _, size in _sizes(value, "")) and len(value) == samples:
-            return value[begin:end]  # a list of samples that are no tensors: texts, say
+        if len(value) == samples and not any(_has_samples(item) for _, item in _leaves(value, "")):
+            return value[begin:end]  # a list of samples that are no tensors: texts, or indices
         items_ = [_cut(item, begin, end, samples) for item in value]
         return type(value)(*items_) if hasattr(value, "_fields") else type(value)(items_)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
         return dataclasses.replace(value, **{name: _cut(getattr(value, name), begin, end, samples) for name in fields})
-    return value
+    return value[begin:end] if _has_samples(value) else value
 
 
 def _shown(value: Any) -> str:

@@ -19,7 +19,7 @@ from sgdol.torch._metric import Metrics
 from sgdol.torch._passes import Passes
 from sgdol.torch._vectors import Layout
 from sgdol.torch._warnings import Warnings
-from sgdol.torch._world import Finder, World, is_sharded, local, real_view
+from sgdol.torch._world import Finder, Measured, World, is_sharded, local, real_view
 
 __all__ = ["WatchingOptimizer"]
 
@@ -49,9 +49,14 @@ class WatchingOptimizer(Optimizer):
         """The metric of a group."""
         raise NotImplementedError
 
-    def _measures_own(self) -> bool:
-        """Whether numbers of each rank's own gradients are all that is needed of them (see ``_world._fsdp``)."""
-        return all(isinstance(self._metric_of(group), Euclidean) for group in self.param_groups)
+    @property
+    def _ratios(self) -> Callable[[], list[float]] | None:
+        """Gives what the metric multiplies the steps of each group by, or None: it does not keep the optimizer."""
+        return None
+
+    def _measured(self) -> Measured:
+        """What is measured of gradients that are in pieces on several ranks (see ``_world._fsdp``)."""
+        return "whole" if all(isinstance(self._metric_of(group), Euclidean) for group in self.param_groups) else "mean"
 
     # The public face --------------------------------------------------------------------------------------------------
 
@@ -117,8 +122,10 @@ class WatchingOptimizer(Optimizer):
         self._refuse_subclasses(params)
         if self._finder is None or any(map(is_sharded, params)):
             earlier = None  # what has been counted of pieces is not known of more of them
-        self._finder = finder = Finder(params, self._measures_own(), self)
-        self._metrics = Metrics(self.param_groups, self._metric_of, self.state, lambda: finder.world)
+        self._finder = finder = Finder(params, self._measured(), self)
+        self._metrics = Metrics(self.param_groups, self._metric_of, self.state, lambda: finder.world, self._ratios)
+        if self._metrics.remark is not None:
+            self._warn(self._metrics.remark)
         self._layout = None
         self._passes = Passes(params, self._watched, self._finder, self._metrics, self._warn, earlier)
 
@@ -134,9 +141,8 @@ class WatchingOptimizer(Optimizer):
     def _layout_of(self, members: list[list[Tensor]]) -> Layout:
         """The layout of the parameters that take part, one list per group: the last one if nothing has changed."""
         watched = None if self._passes is None else self._passes.layout
-        key = [[id(p) for p in some] for some in members]
         for known in (self._layout, watched):
-            if known is not None and known.key == key and known.current():
+            if known is not None and known.serves(members):
                 break
         else:
             known = Layout(self.param_groups, members, self._metrics.merges, self.state)
@@ -163,8 +169,9 @@ class WatchingOptimizer(Optimizer):
                 )
 
     def _refuse_sparse(self, params: list[Tensor]) -> None:
-        if self._passes is not None:
-            self._passes.refuse_uncounted(type(self).__name__)
+        passes = self._passes
+        if passes is not None and (passes.compiled or passes.overlapping):
+            passes.refuse_uncounted(type(self).__name__)
         for index, p in enumerate(params):
             grad = p.grad
             if grad is not None and grad.layout != torch.strided:

@@ -11,9 +11,8 @@ an entry per block, or an array with an entry per coordinate.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,8 +20,8 @@ from torch import Tensor
 from sgdol.learners import Learner, uses_hindsight
 from sgdol.surrogate import loss
 from sgdol.torch._direction import Direction
-from sgdol.torch._gate import Gate
-from sgdol.torch._vectors import Layout, as_number, dot, size
+from sgdol.torch._update import Gate
+from sgdol.torch._vectors import Layout, as_number, pieces, size
 from sgdol.torch._world import World
 
 __all__ = ["GRANULARITIES", "Blocks", "Granularity", "Learned", "share"]
@@ -71,9 +70,48 @@ class Learned(NamedTuple):
     surrogate: Any
     """The sum of the surrogate losses at the step sizes that were played."""
     signal: Any
-    """lr times u, summed."""
+    """The base rate lr/(1 - beta) times u, summed."""
     length: Any
-    """lr times n, summed."""
+    """The base rate times n, summed."""
+
+
+class _Learner:
+    """An online learner, and where its state is kept: in the owners of its blocks, under ``learner.<field>``.
+
+    Args:
+        rule: the learner.
+        like: a number of the kind in which numbers are kept.
+    """
+
+    def __init__(self, rule: Learner, like: Tensor) -> None:
+        self.rule: Any = rule
+        self.asks = uses_hindsight(rule)
+        """Whether it wants to know what the last step turned out to be worth."""
+        self._fresh: Any = rule.initial(like)
+        self._keys = [f"learner.{name}" for name in self._fresh._fields]
+        self._written: tuple[Any, Any] = None, None  # the state that was written last, and what the first owner got
+
+    def read(self, owners: Sequence[dict[str, Any]], like: Tensor, gate: Gate) -> Any:
+        """Its state of some blocks: numbers of one, tensors with an entry for each of several."""
+        state, mark = self._written
+        if state is not None and owners[0].get(self._keys[0]) is mark:
+            return state
+        fields = list(zip(self._keys, self._fresh, strict=True))
+        if len(owners) == 1:
+            values = [owners[0].get(key, value) for key, value in fields]
+            return type(self._fresh)(*[value.item() if gate.host else value.to(like) for value in values])
+        rows = [[owner.get(key, value).to(like) for owner in owners] for key, value in fields]
+        return type(self._fresh)(*map(torch.stack, rows))
+
+    def write(self, owners: Sequence[dict[str, Any]], new: Any, like: Tensor) -> None:
+        """Keep its state of some blocks."""
+        if len(owners) == 1:
+            owners[0].update(zip(self._keys, [as_number(value, like) for value in new], strict=True))
+        else:
+            for key, values in zip(self._keys, new, strict=True):
+                for owner, value in zip(owners, values.unbind(), strict=True):
+                    owner[key] = value
+        self._written = new, owners[0][self._keys[0]]
 
 
 class Blocks:
@@ -84,6 +122,7 @@ class Blocks:
         layout: the parameters that take part.
         state: the optimizer's state.
         learner_of: the online learner of a group.
+        world: gives the world that the optimizer is in.
     """
 
     def __init__(
@@ -92,8 +131,9 @@ class Blocks:
         layout: Layout,
         state: dict[Any, Any],
         learner_of: Callable[[dict[str, Any]], Learner],
+        world: Callable[[], World],
     ) -> None:
-        self.layout, self._groups, self._state, self._learner_of = layout, groups, state, learner_of
+        self.layout, self._groups, self._learner_of, self._world = layout, groups, learner_of, world
         labels = _labels(groups)
         found: dict[Hashable, Block] = {}
         for row, i in enumerate(layout.numbered):
@@ -109,26 +149,34 @@ class Blocks:
             found[label].rows.append(row)
         self._blocks = list(found.values())
         learners = dict.fromkeys(block.group["learner"] for block in self._blocks)
-        self._families = [[b for b in self._blocks if b.group["learner"] == name] for name in learners]
+        families = [[b for b in self._blocks if b.group["learner"] == name] for name in learners]
+        self._families = [(family, _Learner(learner_of(family[0].group), layout.like)) for family in families]
         self._whole = len(labels) == 1 and all(group["granularity"] == "global" for group in groups)
-        self._made_of = _options(groups)
+        self._single = (
+            len(self._blocks) == 1 and not layout.coordinates and self._blocks[0].group["granularity"] != "tensor"
+        )
+        self._options = _options(groups)
+        in_order = [block.rows for block in self._blocks] == [[row] for row in range(len(layout.numbered))]
+        self._one_each = in_order and len(self._families) == 1 < len(self._blocks)  # a block for each number
+        self._settled: list[Any] | None = None  # what _alphas returns, when alpha of all groups is known
 
-    def current(self) -> bool:
-        """Whether the groups still say what they said."""
-        return self._made_of == _options(self._groups)
+    def serves(self, layout: Layout) -> bool:
+        """Whether these are the blocks of this layout: the groups still say what they said."""
+        return layout is self.layout and self._options == _options(self._groups)
 
     def pooled(self) -> bool:
         """Whether sums over all tensors are all that is learned from: one block, and no option differs by tensor."""
-        if len(self._blocks) != 1 or self.layout.coordinates or self._blocks[0].group["granularity"] == "tensor":
+        if not self._single or isinstance(self._groups[0]["lr"], Tensor):
             return False
+        if len(self._groups) == 1:
+            return True
         options = [tuple(group[name] for name in POOLED) for group in self.layout.groups]
-        return not any(isinstance(group["lr"], Tensor) for group in self._groups) and options.count(options[0]) == len(
-            options
-        )
+        tensors = any(isinstance(group["lr"], Tensor) for group in self._groups)
+        return not tensors and options.count(options[0]) == len(options)
 
     # One update -------------------------------------------------------------------------------------------------------
 
-    def learn(self, direction: Direction, squared: Any, gate: Gate, world: World) -> Learned:
+    def learn(self, direction: Direction, squared: Any, gate: Gate) -> Learned:
         """Choose the step sizes of an update, and learn from its numbers.
 
         The multiplier is taken from the learner before it observes (u, n): it must not see the gradients it scales.
@@ -137,112 +185,145 @@ class Blocks:
             direction: d, u, n and last.
             squared: ||g||^2, of which alpha is made in the first update.
             gate: whether the update counts.
-            world: sums over ranks.
         """
-        layout = self.layout
-        before = {id(block): self._alpha(block.group, block.size, gate) for block in self._blocks}
-        coordinates_before = [self._alpha(self._group(e), 1, gate) for e in layout.coordinates]
-        self._learn_alpha(squared, gate)
-        multipliers: Any = layout.like.new_ones(len(layout.numbered))
-        for family in self._families:
-            s = self._learn_family(family, direction, [before[id(block)] for block in family], gate)
-            if len(family) == len(self._blocks) == 1:
-                multipliers = s
-            else:
-                index = [i for i, block in enumerate(family) for _ in block.rows]
-                multipliers[[row for block in family for row in block.rows]] = as_number(s, layout.like).expand(
-                    len(family)
-                )[index]
-        arrays = [
-            self._learn_coordinates(e, direction, place, alpha, gate)
-            for place, (e, alpha) in enumerate(zip(layout.coordinates, coordinates_before, strict=True), start=1)
+        layout, families = self.layout, len(self._families)
+        # The learner predicts with alpha as it was before this step, and learns with what the first step makes it.
+        before = after = self._settled or self._alphas(gate)
+        if self._settled is None:
+            self._learn_alpha(squared, gate)
+            after = self._alphas(gate)
+            # On a device nobody asks whether the first update that moves has been there.
+            known = (group["alpha"] is not None or group["alpha_learned"].item() > 0 for group in self._groups)
+            self._settled = after if gate.host and all(known) else None
+        each = [
+            self._learn_family(family, learner, direction, a, b, gate)
+            for (family, learner), a, b in zip(self._families, before[:families], after[:families], strict=True)
         ]
-        return self._learned(direction, multipliers, arrays, gate, world)
+        if self._one_each or len(self._blocks) == 1:
+            multipliers = each[0]
+        else:
+            multipliers = layout.like.new_ones(len(layout.numbered))
+            for (family, _), s in zip(self._families, each, strict=True):
+                index = [i for i, block in enumerate(family) for _ in block.rows]
+                rows = [row for block in family for row in block.rows]
+                multipliers[rows] = as_number(s, layout.like).expand(len(family))[index]
+        rate, *rates = layout.by_group([gate.number(g["lr"]) / (1 - g["momentum"]) for g in layout.groups])
+        alphas = zip(before[families:], after[families:], strict=True)
+        arrays = [
+            self._learn_coordinates(e, direction, 1 + place, rates[place], alpha, gate)
+            for place, (e, alpha) in enumerate(zip(layout.coordinates, alphas, strict=True))
+        ]
+        return self._learned(direction, multipliers, rate, arrays, gate)
 
-    def _learn_family(self, family: list[Block], direction: Direction, alpha: list[Any], gate: Gate) -> Any:
+    def _learn_family(
+        self,
+        family: list[Block],
+        learner: _Learner,
+        direction: Direction,
+        before: Any,
+        after: Any,
+        gate: Gate,
+    ) -> Any:
         """The multipliers of blocks that have one learner: a number if there is one block, else one for each."""
-        learner, owners = self._learner_of(family[0].group), [block.owner for block in family]
-        u, n, last = (_sums(family, values[0], gate) for values in (direction.u, direction.n, direction.last))
-        state = _read(learner, owners, self.layout.like, gate)
-        after = [self._alpha(block.group, block.size, gate) for block in family]
-        s = learner.predict(state, _joined(alpha, u))
-        new = learner.observe(state, s, u, n, _joined(after, u), **_hindsight(learner, last))
+        owners, like = [block.owner for block in family], self.layout.like
+        state = learner.read(owners, like, gate)
+        u, n, last = direction.u[0], direction.n[0], direction.last[0]
+        if not isinstance(u, float) and not self._one_each:
+            u, n, last = (_sums(family, values, gate) for values in (u, n, last))
+        s = learner.rule.predict(state, before)
+        hindsight = {"last": last} if learner.asks else {}
+        new = learner.rule.observe(state, s, u, n, after, **hindsight)
         if not gate.host:
             new = type(new)(*(gate.choose(a, b) for a, b in zip(new, state, strict=True)))
-        _write(owners, new, self.layout.like)
+        learner.write(owners, new, like)
         return s
 
-    def _learn_coordinates(self, e: int, direction: Direction, place: int, alpha: Any, gate: Gate) -> Tensor:
-        """The multiplier of each coordinate of an entry."""
-        learner, group = self._learner_of(self._group(e)), self._group(e)
+    def _learn_coordinates(
+        self, e: int, direction: Direction, place: int, rate: Any, alpha: tuple[Any, Any], gate: Gate
+    ) -> tuple[Tensor, Tensor]:
+        """The step size of each coordinate of an entry, and :func:`_coordinate_sums` of the entry.
+
+        Args:
+            e: the entry.
+            direction: d, u, n and last. The step sizes are written over u.
+            place: of the entry's arrays among the numbers.
+            rate: lr/(1 - beta).
+            alpha: before this update, and from now on.
+            gate: whether the update counts.
+        """
+        learner = self._learner_of(self._group(e))
         u, n, last = (values[place] for values in (direction.u, direction.n, direction.last))
         fresh = learner.initial(u.new_zeros(()))
-        state = type(fresh)(
-            *(self.layout.vector(f"learner.{name}", e, value) for name, value in zip(fresh._fields, fresh, strict=True))
-        )
-        s = learner.predict(state, _representable(alpha, u.dtype))
-        after = _representable(self._alpha(group, 1, gate), u.dtype)
-        new = learner.observe(state, s, u, n, after, **_hindsight(learner, last))
-        # What a learner returns may be a field of its state: all are read before any is written to.
-        s, *new = (value.clone() if any(value is field for field in state) else value for value in (s, *new))
-        for field, value in zip(state, new, strict=True):
-            field.copy_(gate.choose(value, field))
-        return s
+        state = [
+            self.layout.vector(f"learner.{name}", e, value) for name, value in zip(fresh._fields, fresh, strict=True)
+        ]
+        before, after = (_representable(value, u.dtype) for value in alpha)
+        asks, sums = uses_hindsight(learner), []
+        for u_, n_, d_, last_, *fields in pieces([u, n, direction.d[e], last if asks else u, *state]):
+            old = type(fresh)(*fields)
+            s = learner.predict(old, before)
+            new = learner.observe(old, s, u_, n_, after, **({"last": last_} if asks else {}))
+            # What a learner returns may be a field of its state: all are read before any is written to.
+            values = [value.clone() if any(value is field for field in fields) else value for value in (s, *new)]
+            sums.append(_coordinate_sums(values[0].expand_as(u_), u_, n_, d_))
+            for field, value in zip(fields, values[1:], strict=True):
+                field.copy_(gate.choose(value, field))
+            u_.copy_(values[0]).mul_(rate)
+        return u, torch.stack(sums).to(self.layout.like).sum(0) * rate
 
     def _learned(
-        self, direction: Direction, multipliers: Any, arrays: list[Tensor], gate: Gate, world: World
+        self, direction: Direction, multipliers: Any, rate: Any, arrays: list[tuple[Tensor, Tensor]], gate: Gate
     ) -> Learned:
         """Step sizes from multipliers, and what is recorded of them."""
         layout, groups = self.layout, self.layout.groups
-        rate, *own = layout.by_group([gate.number(group["lr"]) for group in groups])
         u, n = direction.u[0], direction.n[0]
         if isinstance(multipliers, float) and isinstance(rate, float) and isinstance(u, Tensor):
             u, n = gate.number(u.sum()), gate.number(n.sum())
-        eta = rate * multipliers
         rows = [rate * loss(multipliers, u, n, 1.0), rate * u, rate * n]
         sums = [row if isinstance(row, float) else row.sum() for row in rows]
-        etas: list[Any] = []
+        # The multipliers and step sizes of each entry; those of coordinates are arrays.
+        each, etas = layout.by_entry(multipliers), layout.by_entry(rate * multipliers)
         moved: dict[int, Any] = {}
-        numbered = iter(range(len(layout.numbered)))
-        for e, entry in enumerate(layout.entries):
-            if entry.coordinates:
-                place = layout.coordinates.index(e)
-                u_e, n_e, d = direction.u[1 + place], direction.n[1 + place], direction.d[e] * direction.scales[e]
-                etas.append(arrays[place] * own[place])
-                moved[e] = _coordinate_sums(arrays[place], own[place], u_e, n_e, d, layout.like)
-            else:
-                some = [next(numbered) for _ in entry.sizes]
-                etas.append(eta if not isinstance(eta, Tensor) or not eta.dim() else eta[some[0] : some[-1] + 1])
+        for e, (eta, sums_of_entry) in zip(layout.coordinates, arrays, strict=True):
+            etas[e], moved[e] = eta, sums_of_entry
         if moved:
             params = [layout.params[layout.entries[e].start] for e in moved]
             table = torch.stack(list(moved.values()), dim=1)
-            table = world.total(params, table) if world.spread else table
+            table = self._world().total(params, table)
             sums = [a + b for a, b in zip(sums, table[:3].sum(1), strict=True)]
             moved = dict(zip(moved, table[3:].T, strict=True))
-        shown = [self._shown(place, etas, direction.n[0], moved) for place in range(len(groups))]
+        shown = [
+            gate.number(group["lr"]) * self._shown(place, each, direction.n[0], moved)
+            for place, group in enumerate(groups)
+        ]
         return Learned(etas, shown, *sums)
 
-    def _shown(self, place: int, etas: list[Any], n: Tensor, moved: dict[int, Any]) -> Any:
-        """What eta would have to be, were it one number for the group, for a move of the same length."""
+    def _shown(self, place: int, multipliers: list[Any], n: Tensor, moved: dict[int, Any]) -> Any:
+        """What s would have to be, were it one number for the group, for a move of the same length."""
         layout, group = self.layout, self.layout.groups[place]
         mine = [e for e, entry in enumerate(layout.entries) if entry.group == place]
         if group["granularity"] in ("global", "group"):
-            eta = etas[mine[0]]
-            return eta if not isinstance(eta, Tensor) or not eta.dim() else eta[0]
+            s = multipliers[mine[0]]
+            return s[0] if isinstance(s, Tensor) and s.dim() else s
         if group["granularity"] == "coordinate":
             lengths, squares = torch.stack([moved[e] for e in mine]).sum(0)
-            fallback = as_number(group["lr"], lengths)
-            return torch.where(lengths > 0, squares / torch.where(lengths > 0, lengths, 1), fallback**2).sqrt()
-        eta = torch.cat([as_number(etas[e], n).expand(len(layout.entries[e].sizes)) for e in mine])
+            return torch.where(lengths > 0, squares / torch.where(lengths > 0, lengths, 1), 1).sqrt()
+        s = torch.cat([as_number(multipliers[e], n).expand(len(layout.entries[e].sizes)) for e in mine])
         n = n[[row for row, i in enumerate(layout.numbered) if layout.group_of[i] == place]]
-        total = n.sum()
-        mean = (eta.square() * n).sum() / torch.where(total > 0, total, 1)
-        return torch.where(total > 0, mean, eta.square().mean()).sqrt()
+        length = n.sum()
+        mean = (s.square() * n).sum() / torch.where(length > 0, length, 1)
+        return torch.where(length > 0, mean, s.square().mean()).sqrt()
 
     # Alpha ------------------------------------------------------------------------------------------------------------
 
     def _group(self, e: int) -> dict[str, Any]:
         return self.layout.groups[self.layout.entries[e].group]
+
+    def _alphas(self, gate: Gate) -> list[Any]:
+        """Alpha of the blocks of each learner (a number, or one for each block), then of each entry of coordinates."""
+        blocks = [[self._alpha(block.group, block.size, gate) for block in family] for family, _ in self._families]
+        coordinates = [self._alpha(self._group(e), 1, gate) for e in self.layout.coordinates]
+        return [*(_joined(values, self.layout.like) for values in blocks), *coordinates]
 
     def _alpha(self, group: dict[str, Any], size: int, gate: Gate) -> Any:
         """The regulariser's alpha of a block of this size; 0 while it is not known yet."""
@@ -270,14 +351,15 @@ class Blocks:
             group["alpha_learned"] = gate.choose(torch.where(old > 0, old, new), old)
 
 
-def _hindsight(learner: Learner, last: Any) -> dict[str, Any]:
-    return {"last": last} if uses_hindsight(learner) else {}
+def _options(groups: list[dict[str, Any]]) -> list[Any]:
+    """What the blocks are made of."""
+    return [(g["granularity"], g["learner"], g["alpha"], g["kappa"], len(g["params"])) for g in groups]
 
 
 def _sums(family: list[Block], values: Any, gate: Gate) -> Any:
     """One number per tensor, summed over each block: a Python number if there is one block and the host may look."""
     if not isinstance(values, Tensor):
-        return values
+        return values  # 0, where no learner uses hindsight
     if len(family) == 1:
         rows = family[0].rows
         return gate.number((values if len(rows) == len(values) else values[rows]).sum())
@@ -295,47 +377,12 @@ def _joined(values: list[Any], like: Any) -> Any:
     return like.new_tensor(values)
 
 
-def _read(learner: Learner, owners: Sequence[dict[str, Any]], like: Tensor, gate: Gate) -> Any:
-    """The learner's state of some blocks."""
-    fresh = learner.initial(like)
-    keys = _keys(cast(Hashable, type(fresh)))
-    if len(owners) == 1:
-        values = [owners[0].get(key, value) for key, value in zip(keys, fresh, strict=True)]
-        return type(fresh)(*[value.item() if gate.host else value.to(like) for value in values])
-    rows = [[owner.get(key, value).to(like) for owner in owners] for key, value in zip(keys, fresh, strict=True)]
-    return type(fresh)(*[torch.stack(row) for row in rows])
-
-
-@functools.cache
-def _keys(kind: Hashable) -> tuple[str, ...]:
-    """The names under which the fields of a learner's state are kept."""
-    fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
-    return tuple(f"learner.{name}" for name in fields)
-
-
-def _write(owners: Sequence[dict[str, Any]], new: Any, like: Tensor) -> None:
-    """Keep the learner's state of some blocks."""
-    if len(owners) == 1:
-        table = like.new_tensor(new).unbind() if isinstance(new[0], float) else new
-        owners[0].update(zip(_keys(cast(Hashable, type(new))), table, strict=True))
-        return
-    for key, values in zip(_keys(cast(Hashable, type(new))), new, strict=True):
-        for owner, value in zip(owners, values.unbind(), strict=True):
-            owner[key] = value
-
-
-def _coordinate_sums(s: Tensor, rate: Any, u: Tensor, n: Tensor, d: Tensor, like: Tensor) -> Tensor:
-    """Over an entry: the surrogate loss, lr u, lr n, ||d||^2, and the squared length of the move."""
-    wide, moved = like.dtype, s * d.to(s.dtype)
-    losses = dot(s * s, n) / 2 - dot(s, u)
-    rows = (
-        rate * losses,
-        rate * u.sum(dtype=wide),
-        rate * n.sum(dtype=wide),
-        dot(d, d),
-        rate * rate * dot(moved, moved),
-    )
-    return torch.stack([row.to(like) for row in rows])
+def _coordinate_sums(s: Tensor, u: Tensor, n: Tensor, d: Tensor) -> Tensor:
+    """Sums over coordinates: of the surrogate loss, u, n, d^2 and (s d)^2."""
+    s, u, n, d = (x.reshape(-1) for x in (s, u, n, d.to(s.dtype)))
+    moved = s * d
+    losses = torch.dot(s * s, n) / 2 - torch.dot(s, u)
+    return torch.stack([losses, u.sum(), n.sum(), torch.dot(d, d), torch.dot(moved, moved)])
 
 
 def _representable(alpha: Any, dtype: torch.dtype) -> Any:
@@ -369,7 +416,3 @@ def _labels(groups: list[dict[str, Any]]) -> dict[Hashable, list[dict[str, Any]]
         if group["granularity"] in ("global", "group"):
             found.setdefault(_label(group, place, None), []).append(group)
     return found
-
-
-def _options(groups: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    return [(g["granularity"], g["learner"], g["alpha"], g["kappa"], len(g["params"])) for g in groups]

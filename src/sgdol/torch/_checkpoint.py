@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sgdol.free import State
 from sgdol.learners import Learner
 from sgdol.torch import _diagnostics as diagnostics
 from sgdol.torch._direction import uses_momentum
@@ -32,6 +33,7 @@ from sgdol.torch._world import World, fitted, like_parameter, local, piece_of, r
 
 __all__ = [
     "Blanks",
+    "FreeBlanks",
     "complete",
     "create",
     "drop_blanks",
@@ -116,6 +118,36 @@ class Blanks:
         return {f"learner.{name}": value.clone() for name, value in zip(fresh._fields, fresh, strict=True)}
 
 
+class FreeBlanks:
+    """The same for the optimizer without M.
+
+    Args:
+        groups: the parameter groups.
+        state: the optimizer's state.
+        metrics: know what they remember.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], state: dict[Any, Any], metrics: Metrics) -> None:
+        self._groups, self._state, self._metrics = groups, state, metrics
+
+    def groups(self) -> list[dict[str, Any]]:
+        """What each parameter group can have."""
+        return [{"rule": State()._asdict(), "gradients": 0, "unit": 1.0} for _ in self._groups]
+
+    def parameters(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """What each parameter can have and has not."""
+        return [(p, self._parameter(p)) for group in self._groups for p in group["params"]]
+
+    def _parameter(self, p: Tensor) -> dict[str, Any]:
+        known, piece = self._state.get(p, {}), real_view(local(p.detach()))
+        wide = piece.to(wide_dtype(p.dtype), memory_format=torch.contiguous_format)
+        fresh = {"momentum": torch.zeros_like, "average": torch.clone, "previous": torch.clone}
+        blank = {name: like_parameter(make(wide), p) for name, make in fresh.items() if name not in known}
+        blank.update({name: value for name, value in self._metrics.blank(p).items() if name not in known})
+        # Tells a parameter that has never moved, and whose state is dropped when it has been loaded.
+        return {**blank, "moves": torch.tensor(float("momentum" in known and "moves" not in known))}
+
+
 def is_asked() -> bool:
     """Whether a function of torch.distributed.checkpoint is what called, directly or through others."""
     if CHECKPOINT not in sys.modules:
@@ -126,7 +158,7 @@ def is_asked() -> bool:
     return frame is not None
 
 
-def complete(state_dict: dict[str, Any], blanks: Blanks) -> dict[str, Any]:
+def complete(state_dict: dict[str, Any], blanks: Blanks | FreeBlanks) -> dict[str, Any]:
     """A state dict with everything that there can be."""
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     state = state_dict["state"]
@@ -146,7 +178,7 @@ def is_creating(groups: list[dict[str, Any]], params: list[Tensor], k: int, worl
     return not world.total([p for p in params if p.grad is not None], lengths[None]).sum().item()
 
 
-def create(groups: list[dict[str, Any]], state: dict[Any, Any], blanks: Blanks) -> None:
+def create(groups: list[dict[str, Any]], state: dict[Any, Any], blanks: Blanks | FreeBlanks) -> None:
     """Everything that there can be, until there is something."""
     for p, blank in blanks.parameters():
         if p.requires_grad:

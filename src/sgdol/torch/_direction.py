@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sgdol._numbers import where
+from sgdol._numbers import ratio, where
 from sgdol.surrogate import momentum_signal
-from sgdol.torch._gate import Gate
 from sgdol.torch._gradients import Gradients
-from sgdol.torch._operators import EUCLID, Operators
-from sgdol.torch._vectors import Layout, Numbers, Vector, as_number, dot
+from sgdol.torch._operators import Operators
+from sgdol.torch._update import Gate
+from sgdol.torch._vectors import Layout, Numbers, Vector, as_number
 from sgdol.torch._world import World
 
 __all__ = ["Direction", "Directions", "uses_momentum"]
@@ -54,11 +54,11 @@ class _Plan(NamedTuple):
     key: Any
     groups: list[tuple[dict[str, Any], bool]]
     """The groups, and whether each has or has had momentum."""
-    moves: bool
-    asks: bool
-    """Whether any learner uses hindsight."""
+    learns: bool
+    """Whether any group has momentum or a learner that uses hindsight: else the direction is the gradient's."""
     epochs: bool
-    betas: list[float]
+    shares: list[float]
+    """1 - beta of each entry."""
     kept: list[bool]
     """Whether the last direction is in the state, by group."""
     keeps: list[bool]
@@ -94,41 +94,43 @@ class Directions:
         """Whether the last direction is kept: hindsight needs it, unless a momentum in Euclid's norm equals it."""
         return self._hindsight(group) and not (uses_momentum(group) and self._euclidean(group))
 
-    def make(self, gradients: Gradients, updates: Any, gate: Gate) -> Direction:
+    def make(self, gradients: Gradients, updates: Tensor, gate: Gate) -> Direction:
         """The direction of an update, after so many others; momenta move on."""
         layout, D, n, u = gradients.layout, gradients.operators, gradients.n, gradients.u
         plan, entries = self._plan_of(layout), layout.entries
-        g = gate.finite(gradients.g)
+        g = gradients.g if gate.host else gate.finite(gradients.g)
         pooled = isinstance(n[0], float)
 
         low: Numbers = [0.0] * len(u)
         if plan.epochs:
-            u, low = _corrected_for_epochs(layout, n, u, updates)
-        if not plan.moves and not plan.asks:
-            return Direction(D.sharp(g), [1.0] * len(g), u, n, [0.0] * len(u))
-        last: Numbers = [0.0] * len(u)
-        if any(plan.kept):  # d_{t-1} is in the state, unless it is a momentum in Euclid's norm that has moved before
+            u, low = _corrected_for_epochs(layout, n, u, gate.number(updates))
+        nothing: Numbers = [0.0] * len(u)
+        if not plan.learns:
+            return Direction(D.sharp(g), [1.0] * len(g), u, n, nothing)
+        last = nothing
+        if True in plan.kept:  # d_{t-1} is in the state, unless it is a momentum in Euclid's norm that has moved before
             before = [
                 layout.vector("direction", e)
                 if plan.kept[entry.group] and (plan.keeps[entry.group] or layout.holds("direction", e))
                 else torch.zeros_like(g[e])
                 for e, entry in enumerate(entries)
             ]
-            last = [layout.total(g, before, EUCLID)] if pooled else layout.products(g, before)
+            last = layout.products(g, before, pooled=pooled)
         weights = [_weigh(group, layout, gate) if moves else (1.0, 1.0) for group, moves in plan.groups]
         m = [layout.vector("momentum", e) if plan.groups[entry.group][1] else g[e] for e, entry in enumerate(entries)]
-        shares = [gate.weight(1 - beta) for beta in plan.betas]
-        cross, d, square = _advanced(layout, D, m, g, [shares[entry.group] for entry in entries], pooled)
+        shares = plan.shares if gate.host else [gate.weight(share) for share in plan.shares]
+        cross, d, square = _advanced(layout, D, m, g, shares, pooled)
         scales = [1 / weights[entry.group][1] for entry in entries]
-        for e, entry in enumerate(entries):
-            if plan.keeps[entry.group]:
-                held, new = layout.vector("direction", e), d[e] * scales[e]
-                d[e], scales[e] = held.copy_(gate.choose(new, held)), 1.0
-        cross, square, last = self._over_ranks(layout, cross, square, last)
+        if True in plan.keeps:
+            for e, entry in enumerate(entries):
+                if plan.keeps[entry.group]:
+                    held, new = layout.vector("direction", e), d[e] * scales[e]
+                    d[e], scales[e] = held.copy_(gate.choose(new, held)), 1.0
+        if not pooled and self._world().spread:
+            cross, square, last = self._over_ranks(layout, cross, square, last)
         divisors = (layout.by_group(values) for values in zip(*weights, strict=True))
         rows = zip(*plan.options, *divisors, cross, square, last, u, n, low, strict=True)
-        found = [_numbers(*row) for row in rows]
-        return Direction(d, scales, *(list(values) for values in zip(*found, strict=True)))
+        return Direction(d, scales, *map(list, zip(*(_numbers(*row) for row in rows), strict=True)))
 
     def _plan_of(self, layout: Layout) -> _Plan:
         """What the options of the groups say: the plan of the last update, if they have not changed."""
@@ -141,27 +143,30 @@ class Directions:
         groups = layout.groups
         moving, asking = [uses_momentum(group) for group in groups], [self._hindsight(group) for group in groups]
         betas = [float(group["momentum"]) if moves else 0.0 for group, moves in zip(groups, moving, strict=True)]
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"momentum must be at least 0 and less than 1, parameter groups have {betas}")
         direct = [moves and group["statistics"] != "gradient" for group, moves in zip(groups, moving, strict=True)]
+
+        def flags(values: list[bool]) -> Numbers:  # one flag for all, or a boolean for each tensor
+            return [value > 0 if isinstance(value, Tensor) else value for value in layout.by_group(values)]
+
         was = [self._euclidean(group) and "momentum_weight" in group for group in groups]
         kept = [asks and not equal for asks, equal in zip(asking, was, strict=True)]
         return _Plan(
             layout,
             key,
             list(zip(groups, moving, strict=True)),
-            any(moving),
-            any(asking),
+            any(moving) or any(asking),
             any(group["epoch"] is not None for group in groups),
-            betas,
+            [1 - betas[entry.group] for entry in layout.entries],
             kept,
             [self.keeps_direction(group) for group in groups],
-            [layout.by_group(values) for values in (betas, direct, asking, kept)],
+            [layout.by_group(betas), *map(flags, (direct, asking, kept))],
         )
 
     def _over_ranks(self, layout: Layout, *products: Numbers) -> list[Numbers]:
         """Products of this rank's pieces, added up over all of them: one message."""
         world = self._world()
-        if not world.spread:
-            return list(products)
         params = [layout.params[i] for i in layout.numbered]
         own = torch.stack([p[0] if isinstance(p[0], Tensor) else layout.like.expand(len(params)) for p in products])
         return [[row, *p[1:]] for row, p in zip(world.total(params, own), products, strict=True)]
@@ -171,45 +176,31 @@ def _advanced(
     layout: Layout, D: Operators, m: Vector, g: Vector, weights: list[Any], pooled: bool
 ) -> tuple[Numbers, Vector, Numbers]:
     """Move momenta on: <m_{t-1}, D^-1 g>, D^-1 m_t and <m_t, D^-1 m_t>. Where m is g there is no momentum."""
-    numbers: tuple[list[Any], list[Any]] = ([], [])
-    arrays: tuple[list[Any], list[Any]] = ([], [])
-    d: Vector = []
+    crosses, squares, d = [], [], []
     for e, entry in enumerate(layout.entries):
         a, b, operator = m[e], g[e], D[e]
-        if pooled and entry.merged:  # the same as below, in fewer calls
+        if entry.merged or entry.coordinates:
             sharp = operator.sharp(b)
-            cross = dot(a, sharp).item()
+            cross = square = layout.number(e, a, sharp, pooled)
             if a is not b:
                 a.lerp_(b, weights[e])
                 sharp = operator.sharp(a)
-            d.append(sharp)
-            numbers[0].append(cross)
-            numbers[1].append(dot(a, sharp).item())
-        elif entry.coordinates or entry.merged:
-            wide = layout.precision(e, b) if entry.coordinates else layout.like.dtype
-            sharp = operator.sharp(b)
-            cross = a.to(wide) * sharp.to(wide)
-            if a is not b:
-                a.lerp_(b, weights[e])
-                sharp = operator.sharp(a)
-            square = a.to(wide) * sharp.to(wide)
-            d.append(sharp)
-            for found, product in zip(arrays if entry.coordinates else numbers, (cross, square), strict=True):
-                found.append(product if entry.coordinates else layout.sums(e, product))
+                square = layout.number(e, a, sharp, pooled)
         else:
             if a is b:
-                sharp, product = operator.sharp(b), operator.inner(b, b)
-                pair = product, product
+                sharp, cross = operator.sharp(b), operator.inner(b, b)
+                square = cross
             else:
                 cross, sharp, square = operator.advance(a, b, weights[e])
-                pair = cross, square
-            d.append(sharp)
-            for found, product in zip(numbers, pair, strict=True):
-                found.append(product.item() if pooled else product.to(layout.like.device).reshape(1))
+            cross, square = (
+                value.item() if pooled else value.to(layout.like.device).reshape(1) for value in (cross, square)
+            )
+        d.append(sharp)
+        crosses.append(cross)
+        squares.append(square)
     if pooled:
-        return [sum(numbers[0])], d, [sum(numbers[1])]
-    first = [torch.cat(found) if found else layout.like.new_zeros(0) for found in numbers]
-    return [first[0], *arrays[0]], d, [first[1], *arrays[1]]
+        return [sum(crosses)], d, [sum(squares)]
+    return layout.joined(crosses), d, layout.joined(squares)
 
 
 def _numbers(
@@ -234,24 +225,18 @@ def _numbers(
     """
     worth = 0.0
     if asking is not False:
-        quotient = where(before > 0, cross / where(before > 0, before, 1.0), 0.0 * cross)
-        worth = _select(kept, last, quotient) + low / where(before > 0, before, 1.0)
-        worth = _select(asking, worth, 0.0)
+        worth = where(kept, last, ratio(cross, before, 0.0 * cross)) + low / where(before > 0, before, 1.0)
+        worth = where(asking, worth, 0.0)
     signal = momentum_signal(cross + low, u, beta, after)
-    return _select(direct, signal, u), _select(direct, square / (after * after), n), worth
-
-
-def _select(flag: Any, yes: Any, no: Any) -> Any:
-    """One of both, by a Python flag or by one flag per tensor."""
-    return where(flag > 0, yes, no) if isinstance(flag, Tensor) else (yes if flag else no)
+    return where(direct, signal, u), where(direct, square / (after * after), n), worth
 
 
 def _weigh(group: dict[str, Any], layout: Layout, gate: Gate) -> tuple[Any, Any]:
     """The weights by which the group's last and its new momentum are divided; schedulers may move beta."""
     beta = float(group["momentum"])
-    old = gate.number(as_number(group.get("momentum_weight", 0.0), layout.like))
+    old = gate.number(group.get("momentum_weight", layout.like).to(layout.like))
     new = gate.choose(beta * old + (1 - beta), old)
-    group["momentum_weight"] = layout.like.new_tensor(new) if gate.host else new
+    group["momentum_weight"] = as_number(new, layout.like)
     return (old, new) if group["bias_correction"] else (1.0, 1.0)
 
 

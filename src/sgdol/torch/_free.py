@@ -12,64 +12,83 @@ from sgdol import free, metrics, summary
 from sgdol.averaging import weight as weight_in_average
 from sgdol.free import Settings, State
 from sgdol.torch import _checkpoint as checkpoint
+from sgdol.torch._averaging import Unused
 from sgdol.torch._base import WatchingOptimizer
-from sgdol.torch._direction import Direction
-from sgdol.torch._free_options import SHARED, Group, checked, refuse_other_shapes, refuse_other_states
-from sgdol.torch._gate import Gate
-from sgdol.torch._probes import Evaluation, Probes, loss_of, root
-from sgdol.torch._update import move
+from sgdol.torch._checkpoint import FreeBlanks
+from sgdol.torch._free_options import (
+    SHARED,
+    checked,
+    looks_absolute,
+    multipliers,
+    ratios,
+    refuse_other_shapes,
+    refuse_other_states,
+    refuse_scaled,
+)
+from sgdol.torch._options import INSTEAD, refuse_unknown
+from sgdol.torch._probes import MOVED, Batch, Evaluation, Probes, root
+from sgdol.torch._rerun import Buffers, Replay
+from sgdol.torch._update import Gate, move
 from sgdol.torch._vectors import Layout, Vector
+from sgdol.torch._world import Measured, local, real_view
 
 __all__ = ["SGDOLFree"]
 
 
 class SGDOLFree(WatchingOptimizer):
-    r"""SGDOL that needs neither a learning rate nor a smoothness constant. Experimental.
+    r"""SGDOL without a learning rate and without a smoothness constant. Experimental: there is no convergence proof.
 
-    It measures the smoothness M along its own steps: now and then (about every twelfth step) it evaluates the batch of
-    the step at the point before the last step as well. Signal and noise come from the independent gradients of the
-    batch, as in :class:`sgdol.SGDOL`, and
+    SGDOLFree measures the smoothness M along its own steps. In some steps (often at first, every 24th in the long run)
+    it evaluates the batch a second time, at the point before the last step: a *look-back*. The change of the gradient
+    over the length of the step is a curvature, and M is a mean of curvatures. Signal and noise come from the
+    independent gradients of the batch, as in :class:`sgdol.SGDOL`. The step size is
 
     .. math:: \eta_t = \frac{\alpha + S}{M (\alpha + S/4 + c N)}, \qquad S = \sum_{j<t} u_j, \quad
         N = \sum_{j<t} (n_j - u_j), \quad \alpha = 4 n_1,
 
-    scales a momentum direction, with c from 1/2, while the loss falls, to 1. All lengths are taken in a metric that is
-    made of past gradients, and a gradient counts as at most twice as long as those are. A step whose curvature was too
-    much for it is taken back, and a loss that jumps sends the run back to its average. What is to be used is that
-    average: see :meth:`averaged`. The algorithm, what was measured and what failed is in
-    ``docs/without_smoothness.md``.
+    where c is 1/2 while the loss falls and 1 while it stands still. It multiplies a momentum direction in a metric made
+    of past gradients. Gradients more than twice as long as usual are shortened to that. If a look-back shows that the
+    last step was much too long, the step is undone; if the loss jumps, the run goes back to its average.
+    ``docs/explanation/without_smoothness.md`` has the whole algorithm.
 
-    ``step`` takes a closure that evaluates **the same batch** each time it is called within one step, in two or more
-    ``backward()`` calls (under DistributedDataParallel one is enough: the ranks are the independent gradients), and
-    returns the loss of the batch. Dropout draws the same numbers each time, and buffers such as BatchNorm's
-    statistics are updated once. Between steps it keeps four vectors of the size of the model: momentum, metric,
-    average and last point.
+    **The loop** is ``loss = backward(loss_fn, *batch); opt.step(); opt.zero_grad()`` with
+    :func:`sgdol.torch.backward`, which runs the batch in two parts and remembers how to run it again for a look-back.
+    Dropout draws the same numbers in both runs, and buffers such as BatchNorm's statistics are updated once.
+    ``step(closure)`` takes a closure that evaluates **the same batch** each time it is called within one step, in two
+    or more ``backward()`` calls, and returns its loss. Under DistributedDataParallel and ``fully_shard`` one
+    ``backward()`` is enough, because the ranks are the independent gradients.
+
+    **Evaluate and save the average** of the weights: see :meth:`averaged` and :meth:`averaged_state_dict`.
+
+    Memory: four vectors of the size of the model (momentum, metric, average and last point).
 
     Args:
-        params: parameters or parameter groups; groups may differ in weight_decay.
+        params: parameters or parameter groups. Groups may differ in lr and weight_decay.
+        lr: a multiplier of the learned step size, usually 1. A scheduler multiplies the step sizes. Parameter groups
+            may differ: with :math:`\lambda_i` in group i and :math:`\rho_i = \lambda_i / \max_j \lambda_j` everything
+            is measured in the metric :math:`D_i / \rho_i`, and :math:`\max_j \lambda_j` multiplies the step. 0 freezes
+            a group.
         momentum: beta in [0, 1) of :math:`d_t = D_t^{-1} m_t/(1-\beta^t)`,
             :math:`m_t = \beta m_{t-1} + (1-\beta) \bar g_t`.
-        weight_decay: decoupled: :math:`x \leftarrow x - \eta_t (d_t + \mathrm{weight\_decay} \cdot x)`.
-        averaging: a of the polynomial average, at least 0: iterate t counts about as :math:`t^a`.
-        metric: ``"rms"``, ``"adagrad"``, ``"euclidean"`` (D = 1, one vector less), or an object of
+        weight_decay: decoupled, in units of the root mean square of :math:`d_t` over all coordinates:
+            :math:`x \leftarrow x - \lambda \eta_t (d_t + \mathrm{weight\_decay} \, \mathrm{rms}(d_t) \, x)`. AdamW's
+            usual values, 0.01 to 0.1, can be used, because AdamW's direction has a root mean square of about 1.
+        averaging: the power a >= 0 of the polynomial average: the weights of step t count about as :math:`t^a`.
+        metric: ``"rms"``, ``"adagrad"``, ``"kronecker"``, ``"euclidean"`` (D = 1, one vector less), or an object of
             :mod:`sgdol.metrics`.
-        maximize: ascend instead; the same in all groups.
-        foreach: as in torch.optim; every vector is one tensor here, so it makes no difference.
+        maximize: maximise the objective instead of minimising it; the same in all groups.
+        foreach: as in torch.optim; it makes no difference here.
 
     >>> import torch
+    >>> from sgdol.torch import backward
     >>> _ = torch.manual_seed(0)
     >>> model = torch.nn.Linear(3, 1)
     >>> opt = SGDOLFree(model.parameters())
     >>> for _ in range(300):
     ...     x = torch.randn(32, 3)
     ...     y = x.sum(1, keepdim=True) + 0.1 * torch.randn(32, 1)
-    ...     def closure():
-    ...         opt.zero_grad()
-    ...         losses = [(model(a) - b).square().mean() / 2 for a, b in zip(x.chunk(2), y.chunk(2))]
-    ...         for loss in losses:
-    ...             loss.backward()
-    ...         return sum(losses)
-    ...     loss = opt.step(closure)
+    ...     loss = backward(lambda x, y: (model(x) - y).square().mean(), x, y)
+    ...     opt.step(); opt.zero_grad()
     >>> with opt.averaged():
     ...     bool((model.weight - 1).abs().max() < 0.02)
     True
@@ -78,7 +97,8 @@ class SGDOLFree(WatchingOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        *rate: Never,
+        lr: float | torch.Tensor = 1.0,
+        *,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         averaging: float = 8.0,
@@ -88,6 +108,7 @@ class SGDOLFree(WatchingOptimizer):
         **unknown: Never,
     ) -> None:
         given = {
+            "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
             "averaging": averaging,
@@ -95,7 +116,7 @@ class SGDOLFree(WatchingOptimizer):
             "maximize": maximize,
             "foreach": foreach,
         }
-        defaults = checked(given, {"lr": rate[0], **unknown} if rate else unknown)  # as in Adam(params, 1e-3)
+        defaults = checked(given, unknown)
         self._settings = Settings()
         self._prepare()
         super().__init__(params, defaults)
@@ -107,71 +128,130 @@ class SGDOLFree(WatchingOptimizer):
         self._known: tuple[dict[str, Any] | None, State] = (None, State())
         self._left: tuple[Layout, Any] | None = None
         """Where the last step left the parameters."""
+        if not hasattr(self, "_unused"):
+            self._unused = Unused(self)
 
     # The public face --------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step with the batch that the closure evaluates.
+        """Make one step, with the batch that :func:`sgdol.torch.backward` has run or that the closure evaluates.
 
         Args:
-            closure: computes the loss of one batch in two or more parts, calls ``backward()`` on each, and returns
-                the loss. It is called once or twice, more often in the first step, and has to evaluate the same batch
+            closure: computes the loss of one batch in two or more parts, calls ``backward()`` on each part, and returns
+                the loss. It is called once or twice, more often in the first step, and must evaluate the same batch
                 each time: draw the batch outside.
 
         Returns:
-            What the first call of the closure returned.
+            The value of the closure's first call; None without a closure.
         """
-        if closure is None:
-            raise TypeError(
-                "SGDOLFree.step needs a closure: a function that computes the loss of one batch in two or more parts, "
-                "calls backward() on each and returns the loss. Got closure=None"
-            )
         if self._swapped:
             raise RuntimeError("step() inside averaged() would train the averaged weights: leave it first")
         if torch.compiler.is_compiling():
             return torch.compiler.disable(self._step)(closure)
+        if closure is None and checkpoint.is_asked():
+            checkpoint.create(self.param_groups, self.state, self._blanks)
+            return None
         return self._step(closure)
 
-    def _step(self, closure: Callable[[], Any]) -> Any:
-        result = self._evaluator().first(closure)
-        with torch.no_grad():
-            self._learn(closure, result)
-        return result
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        assert self._passes is not None
+        if self.state and not self._rule().updates:
+            self._drop_blanks()
+        try:
+            batch = self._batch() if closure is None else Batch([Replay(closure, [self._buffers])], closure=True)
+            self._evaluator().first(batch)
+            if not self._leaves_out(batch):
+                with torch.no_grad():
+                    self._learn(batch)
+        finally:
+            self._passes.reset(used=True)  # the batch is not kept alive
+            torch.clear_autocast_cache()  # a cast of the weights that the step has moved
+        return None if closure is None else batch.loss
 
-    def _learn(self, closure: Callable[[], Any], result: Any) -> None:
-        """Make the step, after the first call of the closure."""
+    def _batch(self) -> Batch:
+        """What the calls of ``backward`` since the last step have left."""
+        passes = self._passes
+        assert passes is not None
+        k, origins = passes.k, passes.origins
+        usage = "loss = sgdol.torch.backward(lambda x, y: criterion(model(x), y), inputs, targets)"
+        if not k:
+            raise RuntimeError(f"step() found no new gradients: before each step() write {usage}, or give a closure")
+        replays = [replay for replay in dict.fromkeys(origins) if replay is not None]
+        if None in origins or not replays:
+            raise RuntimeError(
+                "SGDOLFree evaluates some batches at a second point, and loss.backward() does not tell how. Write "
+                f"{usage} in place of computing the loss and loss.backward(): it costs the same. Or give step() a "
+                "closure that evaluates the batch"
+            )
+        if len(origins) != sum(replay.passes for replay in replays):
+            raise RuntimeError(
+                "a look-back of another optimizer has added to these gradients: one backward() reached the parameters "
+                "of both. Give all parameters to one SGDOLFree, as parameter groups, or call zero_grad() of this "
+                "optimizer before its own backward()"
+            )
+        if passes.left_over:
+            raise RuntimeError("gradients were not zeroed after the last step(): call opt.zero_grad() after every step")
+        return Batch(replays, closure=False)
+
+    def _leaves_out(self, batch: Batch) -> bool:
+        """Whether this is a last batch of one sample: a single gradient, in which no noise can be seen."""
+        assert self._passes is not None
+        started = self._rule().updates > 0
+        asked_for = all(replay.whole for replay in batch.replays) and not (batch.closure and started)
+        if self._passes.k != 1 or self._world().ranks > 1 or asked_for:
+            return False
+        if not started:
+            raise RuntimeError(
+                "the first batch has a single sample, which is a single gradient, and SGDOLFree needs two to see the "
+                "noise: use batches of two or more samples, or call backward() twice before each step()"
+            )
+        self._warn(
+            "a batch of a single sample is a single gradient, in which SGDOLFree cannot see the noise: it leaves such "
+            "steps out. DataLoader(..., drop_last=True) drops the last batch of an epoch."
+        )
+        return True
+
+    def _learn(self, batch: Batch) -> None:
+        """Make the step, after the first evaluation."""
+        absolute = looks_absolute(self.param_groups) if not self._rule().updates else None
+        if absolute is not None:
+            self._warn(absolute)
         state, probes = self._rule(), self._evaluator()
         try:
-            now = probes.evaluation(loss_of(result))
-            self._refuse_moved()
-            self._warnings.taken(self._passes.bent, self._world().remarks)  # type: ignore[union-attr]
+            now = probes.given(batch, self._moved())
+            self._warnings.taken(self._passes.known.bent, self._world().remarks)  # type: ignore[union-attr]
+            if not state.updates:
+                refuse_scaled(now.clipped)
             if not now.finite:
-                probes.undo()
-            state, now = probes.advance(state, now, closure, self._vector)
+                batch.undo()
+            state, now = probes.advance(state, now, batch, self._vector)
             if now.finite and state.first_norm > 0:
+                self._passes.known.forget()  # type: ignore[union-attr]  # contributions are large in the first step
                 state = self._move(state, now)
-                self._warnings.finite()
+                self._warnings.moved(now.layout, now.norm**2, now.signal)
             elif not now.finite:
                 state = state._replace(skipped=state.skipped + 1)
                 self._metrics.forget()
                 self._warnings.skipped(self.param_groups)
         except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C
-            probes.undo()
+            batch.undo()
             self._metrics.forget()
             self._remember()
             raise
+        self._unused.steps += 1
         self._keep_rule(state._replace(evaluations=state.evaluations + probes.count), now.k)
         self._remember()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the averaged parameters in, for evaluation and saving, and take them out again.
+        """Context manager: inside, the parameters are the average of the weights, for evaluation and saving.
 
-        Only parameters are averaged. A model with BatchNorm wants its statistics for the averaged parameters:
-        :func:`torch.optim.swa_utils.update_bn` inside.
+        Only parameters are averaged. For a model with BatchNorm call :func:`torch.optim.swa_utils.update_bn` inside, so
+        that its statistics are those of the averaged parameters.
         """
-        if not self._swapped:
-            self._refuse_moved()
+        if not self._swapped and self._world().mean(float(self._moved()))[0]:
+            raise RuntimeError(MOVED)
+        self._unused.asked = True
         with super()._averaged():
             yield
         if self._left is not None:
@@ -180,12 +260,13 @@ class SGDOLFree(WatchingOptimizer):
     def diagnostics(self) -> dict[str, Any]:
         """What the optimizer has learned, as plain numbers.
 
-        * ``step_size``: eta of the last step, one per parameter group; ``smoothness``: M as measured so far.
+        * ``step_size``: lr eta of the last step, one per parameter group; ``smoothness``: M as measured so far.
+        * ``loss``: a running mean of the batch losses, over about ten steps.
         * ``signal_to_noise``: sum of u over sum of n - u, over about the last hundred steps; at least 0.
         * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have
           as much signal as noise; infinite if no signal was seen.
         * ``updates``, ``skipped`` (batches that are not finite), ``gradients`` (k of the last step).
-        * ``evaluations``: calls of the closure; ``rejections``: steps taken back after a look-back; ``rollbacks``:
+        * ``evaluations``: of batches; ``rejections``: steps taken back after a look-back; ``rollbacks``:
           returns to the average after a jump of the loss.
         """
         state = self._rule()
@@ -194,6 +275,7 @@ class SGDOLFree(WatchingOptimizer):
         return {
             "step_size": [g["step_size"] for g in self.param_groups],
             "smoothness": state.smoothness,
+            "loss": state.mean_loss,
             "signal_to_noise": summary.signal_to_noise(state.recent_signal, length),
             "noise_scale": summary.noise_scale(state.recent_signal, length, k),
             "updates": state.updates,
@@ -205,11 +287,11 @@ class SGDOLFree(WatchingOptimizer):
         }
 
     def moved(self) -> None:
-        """Say that you changed the parameters a little on purpose (clipping, projecting): go on from where they are."""
+        """Call this after you changed the parameters a little (clipping, projecting): training goes on from there."""
         self._left = None
 
     def restart(self) -> None:
-        """Forget everything, as if newly constructed; for instance after other weights were loaded into the model."""
+        """Forget everything that was learned. Call this after you loaded other weights into the model."""
         self.state.clear()
         self._prepare()
         for group in self.param_groups:
@@ -219,8 +301,11 @@ class SGDOLFree(WatchingOptimizer):
         self._assemble()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; it may bring its own weight_decay."""
+        """Add a parameter group; it may bring its own lr and weight_decay."""
         if isinstance(param_group, dict):
+            refuse_unknown(
+                {name: param_group[name] for name in INSTEAD if name in param_group}, "SGDOLFree", self.defaults
+            )
             options = checked({**self.defaults, **param_group}, {})
             param_group.update({name: options[name] for name in param_group if name in self.defaults})
             for name in SHARED:
@@ -230,13 +315,7 @@ class SGDOLFree(WatchingOptimizer):
                         f"the group has {options[name]!r}"
                     )
         super().add_param_group(param_group)
-        group = self.param_groups[-1] = Group(self.param_groups[-1])
-        for p in group["params"]:
-            if hasattr(p, "device_mesh"):
-                raise NotImplementedError(
-                    f"SGDOLFree does not support DTensor parameters (fully_shard, tensor parallel), got one of shape "
-                    f"{tuple(p.shape)}; DistributedDataParallel is supported"
-                )
+        group = self.param_groups[-1]
         first = self.param_groups[0]
         for name in ("rule", "gradients", "unit"):
             if name in first:
@@ -254,32 +333,45 @@ class SGDOLFree(WatchingOptimizer):
     # One step ---------------------------------------------------------------------------------------------------------
 
     def _move(self, state: State, now: Evaluation) -> State:
-        """Move along the momentum direction, and learn from the gradients. Calls no closure."""
+        """Move along the momentum direction, and learn from the gradients."""
         layout, D, options = now.layout, now.operators, self.param_groups[0]
-        usual = self._metrics.usual(layout) if state.updates >= self._settings.clip_from else None
-        clipped = free.clipping(state, now.norm, usual, self._settings)
+        usual = self._metrics.usual(layout) if state.updates >= self._settings.young else None
+        own = free.clipping(state, now.clipped * now.norm, usual, self._settings)
+        clipped = now.clipped * own
         beta = options["momentum"]
         m = self._vector("momentum")
-        for old, g in zip(m, now.g, strict=True):
+        for old, h in zip(m, now.h, strict=True):  # in the coordinates of D
             if state.momentum_weight == 0:
                 old.zero_()  # what was there before a rollback is forgotten
-            old.mul_(beta).add_(g, alpha=(1 - beta) * clipped)
+            old.mul_(beta).add_(h, alpha=(1 - beta) * clipped)
         weight = beta * state.momentum_weight + (1 - beta)
         state = free.track(state, now.loss, self._settings)._replace(momentum_weight=weight)
-        d = D.sharp(m)
-        direction_norm = root(*self._evaluator().products(layout, (m, d))) / weight
-        decay = max(group["weight_decay"] for group in self.param_groups)
-        state = free.choose_step(state, direction_norm, decay, self._settings)
-        state = free.observe(state, now.norm, now.squares, now.k, clipped, self._settings)
+        decays = any(group["weight_decay"] for group in self.param_groups)
+        d: Vector = []
+
+        def pairs(e: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            x = D[e].divided(m[e])
+            d.append(D[e].back(x) if D[e].turns else x)
+            return [(m[e], x), (x, x)] if decays else [(m[e], x)]
+
+        products = self._evaluator().products(layout, pairs)
+        state = free.choose_step(state, root(products[0]) / weight, self._settings, max(multipliers(self.param_groups)))
+        state = free.observe(state, now.norm, now.squares, now.k, own, self._settings, given=now.clipped)
         # The average is over the points that steps start from: of none that is taken back afterwards.
         share = weight_in_average(state.updates, options["averaging"])
-        for e, x in enumerate(layout.gather([p.detach() for p in layout.params])):
-            layout.vector("average", e, x).lerp_(x, share)
-            layout.vector("previous", e, x).copy_(x)
+        for e, point in enumerate(layout.gather([p.detach() for p in layout.params])):
+            layout.vector("average", e, point).lerp_(point, share)
+            layout.vector("previous", e, point).copy_(point)
+        for p in set(self._params()).difference(layout.params):
+            if "average" in self.state.get(p, ()):  # frozen since: its average goes to where it is
+                average = local(self.state[p]["average"])
+                average.lerp_(real_view(local(p.detach())).to(average.dtype), share)
         gate = Gate(now.norm, 0.0)
-        scales, etas = [1 / weight] * len(d), [float(state.step_size)] * len(d)
-        move(layout, Direction(d, scales, [], [], []), etas, gate)
-        self._metrics.observe(layout, now.g, gate, clipped)
+        scales, etas = [1 / weight] * len(d), [float(state.step_size * state.multiplier)] * len(d)
+        rms = root(products[1] / layout.size) / weight if decays else 0.0
+        units = [rms * share for share in ratios(self.param_groups)]  # a group's rate is in d already
+        move(layout, d, scales, etas, gate, units)
+        self._metrics.observe(layout, now.g, gate, clipped, now.h, m)
         return state
 
     # Numbers and vectors ----------------------------------------------------------------------------------------------
@@ -296,7 +388,15 @@ class SGDOLFree(WatchingOptimizer):
         for group in self.param_groups:
             group["rule"] = rule
             group["gradients"] = k
-            group["step_size"] = state.step_size or group["step_size"]
+            group["step_size"] = state.step_size * float(group["lr"]) if state.step_size else group["step_size"]
+
+    @property
+    def _ratios(self) -> Callable[[], list[float]]:
+        groups = self.param_groups
+        return lambda: ratios(groups)
+
+    def _measured(self) -> Measured:
+        return "whole" if super()._measured() == "whole" else "piece"
 
     @property
     def _metric_of(self) -> Callable[[dict[str, Any]], metrics.Metric]:
@@ -310,10 +410,10 @@ class SGDOLFree(WatchingOptimizer):
         ]
         params = [p for some in members for p in some]
         if not any(p.grad is not None for p in params):
-            raise RuntimeError("the closure left no gradient in any parameter: it has to call backward() itself")
+            raise RuntimeError("there is no gradient in any parameter: a closure has to call backward() itself")
         self._refuse_sparse(params)
         layout = self._layout_of(members)
-        if not self._metrics.known(layout.params) and self._rule().updates:
+        if self._metrics.late(layout) and self._rule().updates:
             self._metrics.join(layout)
         return layout
 
@@ -336,6 +436,7 @@ class SGDOLFree(WatchingOptimizer):
     def _assemble(self) -> None:
         super()._assemble()
         self._probes = None
+        self._buffers = Buffers(self._params())
 
     def _remember(self) -> None:
         """Note where the parameters are left."""
@@ -343,20 +444,24 @@ class SGDOLFree(WatchingOptimizer):
         if layout is not None:
             self._left = layout, (layout.sample(layout.gather([p.detach() for p in layout.params])), _versions(layout))
 
-    def _refuse_moved(self) -> None:
-        """Raise if the parameters are not where the last step left them: the optimizer compares points."""
+    def _moved(self) -> bool:
+        """Whether the parameters, of which this rank may have pieces, are not where the last step left them."""
         if self._left is None:
-            return
+            return False
         layout, (sample, versions) = self._left
         now = layout.gather([p.detach() for p in layout.params])
-        if versions != _versions(layout) or not layout.matches(sample, now):
-            raise RuntimeError(
-                "the parameters were changed by something else since the last step of SGDOLFree, which compares points "
-                "and would be misled. If that was on purpose, say so: opt.moved() after clipping or projecting, "
-                "opt.restart() after loading other weights"
-            )
+        return versions != _versions(layout) or not layout.matches(sample, now)
 
     # Saving and loading -----------------------------------------------------------------------------------------------
+
+    @property
+    def _blanks(self) -> FreeBlanks:
+        return FreeBlanks(self.param_groups, self.state, self._metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as :meth:`load_state_dict` takes it; see ``_checkpoint`` for torch.distributed.checkpoint."""
+        state_dict = super().state_dict()
+        return checkpoint.complete(state_dict, self._blanks) if checkpoint.is_asked() else state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that ``state_dict()`` returned, exactly."""
@@ -371,13 +476,24 @@ class SGDOLFree(WatchingOptimizer):
     def _loaded(self) -> None:
         self._prepare()
         self._assemble()
+        self._drop_blanks()
+
+    def _drop_blanks(self) -> None:
+        """Forget what torch.distributed.checkpoint has made of parameters that have not moved yet."""
+        started = self._rule().updates
+        for p in list(self.state):
+            if not started or not self.state[p].pop("moves", True) or not self.state[p]:
+                del self.state[p]
+        if not started:
+            for group in self.param_groups:
+                group.pop("unit", None)
+        self._metrics.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_settings": self._settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.param_groups = [Group(group) for group in self.param_groups]
         if "defaults" in state:  # unpickled or copied: new parameters, which nobody watches yet
             self._loaded()
 

@@ -1,13 +1,22 @@
-"""What every source of independent gradients leaves."""
+"""Independent gradients of a step: what every source of them leaves, and the source of loops with one backward a step.
+
+Loops with several backward passes per step have :mod:`sgdol.torch._passes`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from sgdol.torch._metric import Metrics
 from sgdol.torch._operators import Operators
 from sgdol.torch._vectors import Layout, Numbers, Vector
+from sgdol.torch._world import World, local, piece_of, real_view
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "HeldPair"]
 
 
 class Gradients(NamedTuple):
@@ -29,3 +38,85 @@ class Gradients(NamedTuple):
     """The sum of n, over everything."""
     signal: Any
     """The sum of u."""
+
+
+class HeldPair:
+    """Two gradients of two consecutive steps: Algorithm 1's own protocol.
+
+    Args:
+        groups: the optimizer's parameter groups; ``"pending"`` in them says that a gradient is held.
+        state: the optimizer's state, where held gradients are kept.
+        metrics: the metrics of the groups.
+        world: gives the world that the optimizer is in.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], state: dict[Any, Any], metrics: Metrics, world: Callable[[], World]
+    ) -> None:
+        self._groups, self._state, self._metrics, self._world = groups, state, metrics, world
+        self._spare: dict[Tensor, Tensor] = {}  # memory of the last held gradients, to be used again
+
+    @property
+    def pending(self) -> bool:
+        """Whether a gradient is held."""
+        return bool(self._groups) and self._groups[0].get("pending", False)
+
+    @pending.setter
+    def pending(self, pending: bool) -> None:
+        for group in self._groups:
+            group["pending"] = pending
+
+    def holds(self, param: Tensor) -> bool:
+        """Whether a gradient of this parameter is held."""
+        return "held_gradient" in self._state.get(param, ())
+
+    def hold(self, params: list[Tensor]) -> None:
+        """Keep a copy of the gradients until the next step."""
+        for p in params:
+            buffer = self._spare.pop(p, None)
+            if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (p.shape, p.dtype, p.device):
+                buffer = torch.empty_like(p, memory_format=torch.preserve_format)
+            piece = real_view(local(buffer))
+            piece.zero_() if p.grad is None else piece.copy_(piece_of(p.grad, p))
+            self._state[p]["held_gradient"] = buffer
+        self.pending = True
+
+    def take(self, layout: Layout, *, pooled: bool = False) -> Gradients:
+        """The held gradients with those of this step; ``pooled`` as in :meth:`sgdol.torch._passes.Passes.take`."""
+        for i, p in enumerate(layout.params):
+            held = self._state.get(p, {}).get("held_gradient")
+            if held is not None and held.shape != p.shape:
+                raise ValueError(
+                    f"the two gradients of a pair must have the same shape: parameter {i} is {tuple(p.shape)} now, the "
+                    f"gradient that is held {tuple(held.shape)}"
+                )
+        granularities = {group["granularity"] for group in layout.groups}
+        first, second = layout.gather([self._release(p) for p in layout.params]), layout.gradients()
+        for p in layout.params:
+            if not self._state[p] and "tensor" not in granularities:  # there a learner's state belongs to the parameter
+                del self._state[p]
+        # The direction is the mean of both, or, with the paper's estimator, the first alone.
+        paper = [layout.groups[entry.group]["estimator"] == "paper" for entry in layout.entries]
+        pairs = zip(first, second, paper, strict=True)
+        g = [a if alone else torch.add(a, b).mul_(0.5) for a, b, alone in pairs]
+        operators = self._metrics.operators(layout, g)
+        # As inner products, like u: for two equal gradients u = n to the last bit.
+        if pooled:
+            self.pending = False
+            n, u = (layout.products(x, y, operators, pooled=True) for x, y in ((g, g), (first, second)))
+            return Gradients(2, layout, operators, g, n, u, n[0], u[0])
+        n, u = layout.products(g, g, operators), layout.products(first, second, operators)
+        rows = self._world().total(layout.params, torch.stack([layout.totals(n), layout.totals(u)]))
+        self.pending = False
+        n, u = (
+            [row[layout.numbered] if numbers[1:] else row, *numbers[1:]]
+            for row, numbers in zip(rows, (n, u), strict=True)
+        )
+        return Gradients(2, layout, operators, g, n, u, *rows.sum(1))
+
+    def _release(self, p: Tensor) -> Tensor | None:
+        """The held gradient, whose memory is kept for the next one; None if there is none."""
+        held = self._state[p].pop("held_gradient", None)
+        if held is not None:
+            self._spare[p] = held
+        return held

@@ -8,7 +8,10 @@ from typing import Any, Protocol
 
 __all__ = ["Log", "finite", "scalars"]
 
-QUANTITIES = ("signal_to_noise", "noise_scale", "updates", "skipped", "gradients")
+QUANTITIES = (
+    "signal_to_noise", "noise_scale", "updates", "skipped", "gradients",
+    "loss", "smoothness", "evaluations", "rejections", "rollbacks",
+)  # fmt: skip
 """What is recorded of ``opt.diagnostics()`` besides the step sizes."""
 
 
@@ -27,12 +30,14 @@ def scalars(optimizer: Any) -> dict[str, float]:
 
     * ``step_size``, or ``step_size/<group>`` with several parameter groups: the group's ``"name"``, else its number;
     * ``signal_to_noise`` and ``noise_scale``, over the recent updates (see :meth:`sgdol.torch.SGDOL.diagnostics`);
-    * ``updates``, ``skipped`` (a gradient was not finite) and ``gradients`` (k, of the last update).
+    * ``updates``, ``skipped`` (a gradient was not finite) and ``gradients`` (k, of the last update);
+    * with SGDOLFree also ``loss``, ``smoothness``, ``evaluations``, ``rejections`` and ``rollbacks`` (see
+      :meth:`sgdol.torch.SGDOLFree.diagnostics`).
 
     Reads from the device, so not for every step.
 
     Args:
-        optimizer: an SGDOL, or what a trainer has wrapped around it (Accelerate, Lightning, Fabric).
+        optimizer: an SGDOL or SGDOLFree, or what a trainer has wrapped around it (Accelerate, Lightning, Fabric).
 
     >>> import torch
     >>> from sgdol import SGDOL

@@ -1,4 +1,4 @@
-r"""Metrics on an optimizer's parameters: what they remember, and the operators D that they make of it.
+r"""Metrics on an optimizer's parameters: the operators D that are made of what they remember.
 
 D of a step is made of the gradients before it, so it is known while the backward passes of the step run, and what they
 bring is measured in it at once. A tensor without a past needs the present gradient for its first D
@@ -8,36 +8,41 @@ bring is measured in it at once. A tensor without a past needs the present gradi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from sgdol._numbers import ratio
-from sgdol.metrics import RMS, Euclidean, Means, Metric, is_diagonal, is_scale_free
-from sgdol.torch._gate import Gate
-from sgdol.torch._operators import IDENTITY, Diagonal, Opaque, Operators
-from sgdol.torch._vectors import Layout, Vector, as_number, dot, is_small, scalar_dtype, size, sum_of, wide_dtype
-from sgdol.torch._world import World, is_sharded, like_parameter, local, real_view
+from sgdol.metrics import Euclidean, Kronecker, Means, Metric, is_diagonal, is_scale_free
+from sgdol.torch._operators import IDENTITY, Operators, Rated
+from sgdol.torch._remembered import Matrices, Squares, Whole, blank, is_diagonal_on
+from sgdol.torch._update import Gate
+from sgdol.torch._vectors import Layout, Vector, dot, size
+from sgdol.torch._world import World, is_sharded
 
 __all__ = ["Metrics"]
-
-
-FEW = 32
-"""Python's own numbers are faster than arrays for so many tensors."""
 
 
 class _Kind(NamedTuple):
     """The parameters of one metric."""
 
+    number: int
     metric: Any
     params: list[Tensor]
     fields: list[str]
     """The names under which the parts of the metric's state are kept."""
-    rms: bool
-    """Whether it is the diagonal metric of this library, which works on merged entries in place."""
+
+
+class _Entry(NamedTuple):
+    """What is remembered of one entry of a layout."""
+
+    kind: _Kind
+    memory: Squares | Whole
+    params: list[Tensor]
+    ids: list[int]
+    sizes: list[int]
+    """How many numbers each of its tensors has, over all ranks."""
 
 
 class _Past(NamedTuple):
@@ -45,12 +50,8 @@ class _Past(NamedTuple):
 
     overall: list[Any]
     """The mean square over all tensors with a past, of each kind; None if there are none."""
-    tensor: dict[Tensor, Any]
-    """The mean square of each tensor with a past."""
-
-
-def _is_rms(metric: Metric) -> bool:
-    return isinstance(metric, RMS) and is_diagonal(metric)
+    tensor: dict[int, Any]
+    """The mean square of each tensor with a past, by its id."""
 
 
 class Metrics:
@@ -61,6 +62,7 @@ class Metrics:
         metric_of: the metric of a group.
         state: the optimizer's state.
         world: gives the world that the optimizer is in.
+        ratios: gives what the metric multiplies the steps of each group by; None for 1.
     """
 
     def __init__(
@@ -69,9 +71,13 @@ class Metrics:
         metric_of: Callable[[dict[str, Any]], Metric],
         state: dict[Any, Any],
         world: Callable[[], World],
+        ratios: Callable[[], list[float]] | None = None,
     ) -> None:
         self._groups, self._metric_of, self._state, self._world = groups, metric_of, state, world
+        self._ratios = ratios
         self._kinds: list[_Kind] = []
+        self.remark: str | None = None
+        """What the user is to be told of the metric."""
         for group in groups:
             metric = metric_of(group)
             if isinstance(metric, Euclidean):
@@ -79,56 +85,90 @@ class Metrics:
             kind = next((k for k in self._kinds if k.metric == metric), None)
             if kind is None:
                 fields = getattr(type(metric.initial(torch.zeros(2, 2))), "_fields", ())
-                kind = _Kind(metric, [], [f"metric.{name}" for name in fields], _is_rms(metric))
+                kind = _Kind(len(self._kinds), metric, [], [f"metric.{name}" for name in fields])
                 self._kinds.append(kind)
             kind.params.extend(group["params"])
             sharded = next((p for p in group["params"] if is_sharded(p)), None)
-            if sharded is not None and not is_diagonal(metric):
+            if sharded is not None and not (is_diagonal(metric) or is_diagonal_on(metric, sharded)):
                 raise NotImplementedError(
                     f"metric={metric!r} needs whole matrices, got a sharded parameter of shape {tuple(sharded.shape)}: "
                     'use metric="rms", which works on pieces'
                 )
+            if sharded is not None and not is_diagonal(metric):
+                self.remark = (
+                    f"metric={metric!r} measures whole matrices: parameters that are sharded are measured coordinate "
+                    'by coordinate, as metric="rms" does.'
+                )
         self.euclidean = not self._kinds
         """Whether D = 1 for all parameters."""
-        self._kind_of = {p: kind for kind in self._kinds for p in kind.params}
-        self._owner: Layout | None = None  # the layout that the last update had, whose vectors the state is
-        self._past: _Past | None = None
-        self._made: dict[int, tuple[Layout, Operators]] = {}
-        self._known: dict[int, tuple[Sequence[Tensor], bool]] = {}
+        self._kind_of = {id(p): kind for kind in self._kinds for p in kind.params}
+        self._own(None)
 
-    def merges(self, group: dict[str, Any]) -> bool:
-        """Whether small tensors of a group may lie end to end: the metric treats every coordinate on its own."""
-        return isinstance(self._metric_of(group), Euclidean) or _is_rms(self._metric_of(group))
+    def _own(self, layout: Layout | None) -> None:
+        """From now on updates are made in this layout, whose vectors the state is; None while there was none."""
+        self._owner = layout
+        self._rest: Layout | None = None
+        self._entries: dict[int, tuple[Layout, list[_Entry | None]]] = {}
+        self._late: dict[int, tuple[Layout, frozenset[int]]] = {}
+        self.forget()
+
+    def merges(self, group: dict[str, Any], param: Tensor) -> tuple[int, ...] | None:
+        """The place of a small tensor among others that it lies end to end with; None if it has to lie alone.
+
+        Matrices that the Kronecker metric turns come last, those of one shape one after the other.
+        """
+        metric = self._metric_of(group)
+        if isinstance(metric, Euclidean) or is_diagonal_on(metric, param):
+            return ()
+        return tuple(param.shape) if type(metric) is Kronecker else None
 
     def forget(self) -> None:
-        """What is remembered has changed."""
-        self._past, self._made, self._known = None, {}, {}
+        """What is remembered has changed, or the present gradient does not count."""
+        self._past: _Past | None = None
+        self._made: dict[int, tuple[Layout, Operators]] = {}
+        self._shared: dict[tuple[int, ...], Any] = {}
 
-    def known(self, params: Sequence[Tensor]) -> bool:
-        """Whether D of the coming step is known before its gradients are."""
+    def late(self, layout: Layout) -> frozenset[int]:
+        """The entries whose D of the coming step is not known before its gradients are."""
         if self.euclidean:
-            return True
-        known = self._known.get(id(params))  # by the list itself, which a layout keeps: tensors are slow to look up
-        if known is None or known[0] is not params:
+            return frozenset()
+        known = self._late.get(id(layout))
+        if known is None or known[0] is not layout:
             past = self._means_of_past().tensor
-            known = params, all(p in past or p not in self._kind_of for p in params)
-            self._known[id(params)] = known
+            unknown = {i for i, p in enumerate(layout.params) if id(p) in self._kind_of and id(p) not in past}
+            known = self._late[id(layout)] = (
+                layout,
+                frozenset(
+                    e for e, entry in enumerate(layout.entries) if unknown.intersection(range(entry.start, entry.stop))
+                ),
+            )
         return known[1]
 
-    def _has_past(self, p: Tensor) -> bool:
-        """Whether a gradient of the parameter has been seen. A device is not asked for the number of them."""
-        held = self._state.get(p, {})
-        if not any(name in held for name in self._kind_of[p].fields):
-            return not self._kind_of[p].fields  # a metric that remembers nothing needs no past
-        weight = held.get("metric.weight")
-        return weight is None or _positive(weight)
+    def _entries_of(self, layout: Layout) -> list[_Entry | None]:
+        """What is remembered of each entry of a layout; None where D = 1."""
+        known = self._entries.get(id(layout))
+        if known is None or known[0] is not layout:
+            known = layout, [self._entry(layout, e) for e in range(len(layout.entries))]
+            self._entries[id(layout)] = known
+        return known[1]
+
+    def _entry(self, layout: Layout, e: int) -> _Entry | None:
+        params = layout.params[layout.rows(e)]
+        kind = self._kind_of.get(id(params[0]))
+        if kind is None:
+            return None
+        turns = type(kind.metric) is Kronecker
+        diagonal = all(is_diagonal_on(kind.metric, p) for p in params)
+        make: Any = Squares if diagonal else Matrices if turns else Whole
+        memory = make(kind.metric, layout, e, self._state, layout is self._owner)
+        return _Entry(kind, memory, params, [id(p) for p in params], [size(p) for p in params])
 
     # D of a step ------------------------------------------------------------------------------------------------------
 
     def operators(
         self, layout: Layout, present: Vector | None = None, among: Sequence[Tensor] | None = None
     ) -> Operators:
-        """D of the coming step.
+        """D of the coming step; None for an entry that needs the present gradient, while that is not given.
 
         Args:
             layout: the parameters.
@@ -137,144 +177,96 @@ class Metrics:
         """
         known = self._made.get(id(layout))
         if known is None or known[0] is not layout:
-            operators = Operators([IDENTITY] * len(layout.entries))
-            known = layout, operators if self.euclidean else self._operators(layout, present, among or layout.params)
-            self._made[id(layout)] = known
+            operators = self._operators_of_past(layout)
+            known = self._made[id(layout)] = layout, self._rated(layout, operators, range(len(operators)))
+        if present is not None and None in known[1]:
+            self._add_operators_of_present(layout, known[1], present, {id(p) for p in among or layout.params})
         return known[1]
 
-    def _operators(self, layout: Layout, present: Vector | None, among: Sequence[Tensor]) -> Operators:
-        past = self._means_of_past()
-        needed = present is not None and not self.known(layout.params)
-        fresh = self._means_of_present(layout, present, set(among)) if needed else {}  # type: ignore[arg-type]
-        found = Operators([IDENTITY] * len(layout.entries))
-        for e, entry in enumerate(layout.entries):
-            params = layout.params[entry.start : entry.stop]
-            kind = self._kind_of.get(params[0])
-            if kind is None:
-                continue
-            overall = past.overall[self._kinds.index(kind)]
-            if overall is None:
-                overall = fresh.get(("overall", id(kind)), 1.0)  # 1 if none of them takes part
-            means = [past.tensor[p] if p in past.tensor else fresh.get(p, overall) for p in params]
-            if kind.rms:
-                found[e] = self._diagonal(kind.metric, layout, e, means, overall)
+    def _operators_of_past(self, layout: Layout) -> Operators:
+        """D of the entries whose tensors all have a past, or D = 1."""
+        if self.euclidean:
+            return Operators([IDENTITY] * len(layout.entries))
+        overall, mean = self._means_of_past()
+        late, found = self.late(layout), Operators()
+        for e, entry in enumerate(self._entries_of(layout)):
+            if entry is None:
+                found.append(IDENTITY)
+            elif e in late:
+                found.append(None)
             else:
-                like = torch.zeros(entry.shape, dtype=entry.dtype, device=entry.device)
-                state = self._memory(kind, params[0], like)
-                means_of = Means(as_number(means[0], like), as_number(overall, like))
-                found[e] = Opaque(kind.metric.operator(state, means_of))
+                key = tuple(entry.ids)  # another layout may have the same entry
+                if key not in self._shared:
+                    means = [mean[i] for i in entry.ids]
+                    self._shared[key] = entry.memory.operator(means, overall[entry.kind.number])
+                found.append(self._shared[key])
         return found
 
-    def _diagonal(self, metric: RMS, layout: Layout, e: int, means: list[Any], overall: Any) -> Diagonal:
-        entry, params = layout.entries[e], layout.params[layout.rows(e)]
-        held = [self._state.get(p, {}) for p in params]
-        weights = [one.get("metric.weight", layout.like) for one in held]
-        past = any("metric.square" in one for one in held)
-        if entry.device.type == "cpu":  # numpy's calls take a fraction of the time of torch's
-            numbers = [w.item() for w in weights]
-            if len(params) <= FEW:
-                each = [metric.coefficients(w, Means(m, overall)) for w, m in zip(numbers, means, strict=True)]
-                a, c = np.array(each).T
-            else:
-                a, c = metric.coefficients(np.array(numbers), Means(np.array(means), np.full(len(means), overall)))
-            if past and not entry.merged:
-                v = (
-                    layout.vector("metric.square", e)
-                    if layout is self._owner
-                    else layout.entry([held[0]["metric.square"]], e)
-                )
-                return Diagonal(torch.mul(v, a.item()).add_(c.item()).rsqrt_())
-            narrow = np.float64 if entry.dtype == torch.float64 else np.float32
-            if past and layout is self._owner and min(numbers) == max(numbers):  # as a rule: all have been there always
-                spread = layout.spread(e, torch.from_numpy(c.astype(narrow)))
-                return Diagonal(torch.mul(layout.vector("metric.square", e), a[0]).add_(spread).rsqrt_())
-            a, c = (torch.from_numpy(x.astype(narrow)) for x in (a, c))
-        else:
-            a, c = metric.coefficients(torch.stack(weights), Means(torch.stack(means), overall))
-            a, c = a.to(entry.dtype), c.to(entry.dtype)
-        if not past:  # a constant in each tensor
-            return Diagonal(layout.spread(e, c.rsqrt()).expand(entry.shape))
-        if layout is self._owner:
-            v = layout.vector("metric.square", e)
-        else:
-            v = layout.entry([one.get("metric.square") for one in held], e)
-        return Diagonal(torch.mul(v, layout.spread(e, a)).add_(layout.spread(e, c)).rsqrt_())
+    def _add_operators_of_present(self, layout: Layout, found: Operators, g: Vector, among: set[int]) -> None:
+        """D of the other entries, with the mean squares of the present gradient for tensors without a past."""
+        past = self._means_of_past()
+        missing = {e: entry for e, entry in enumerate(self._entries_of(layout)) if entry and found[e] is None}
+        params = [p for entry in missing.values() for p in entry.params]
+        squares = self._world().total(params, torch.cat([_squares(layout, e, g[e]) for e in missing])[None])[0]
+        self._choose_unit(squares.sum(), min(torch.finfo(x.dtype).max for x in g))
+        mean, overall = dict(past.tensor), list(past.overall)
+        for kind in self._kinds:
+            new = [id(p) in among and id(p) not in mean and self._kind_of[id(p)] is kind for p in params]
+            rows = [i for i, is_new in enumerate(new) if is_new]
+            if rows:
+                scale = self.unit**2 if is_scale_free(kind.metric) else 1.0
+                each, together = _means(squares[rows] * scale, [size(params[i]) for i in rows])
+                mean.update(zip([id(params[i]) for i in rows], each, strict=True))
+                overall[kind.number] = together if overall[kind.number] is None else overall[kind.number]
+        for e, entry in missing.items():
+            # Where no tensor takes part, the gradient is 0, whatever D is.
+            found[e], total = IDENTITY, overall[entry.kind.number]
+            if among.intersection(entry.ids):
+                found[e] = entry.memory.operator([mean.get(i, total) for i in entry.ids], total)
+        self._rated(layout, found, missing)
 
-    def _memory(self, kind: _Kind, p: Tensor, zero: Tensor) -> Any:
-        """The metric's state of one tensor. Parts that it has not for this tensor, as (), are not kept."""
-        fresh = kind.metric.initial(zero)
-        held = self._state.get(p, {})
-        parts = [local(held[name]) if name in held else value for name, value in zip(kind.fields, fresh, strict=True)]
-        return type(fresh)(*parts) if kind.fields else fresh
+    def _rated(self, layout: Layout, operators: Operators, entries: Iterable[int]) -> Operators:
+        """D/rho of the entries of groups whose steps are multiplied by rho."""
+        ratios = [] if self._ratios is None else self._ratios()
+        for e in entries if ratios else ():
+            rate = ratios[layout.places[layout.entries[e].group]]
+            if rate != 1 and operators[e] is not None:
+                operators[e] = Rated(operators[e], rate)
+        return operators
 
     def _means_of_past(self) -> _Past:
         """The mean squares over whole tensors, and over all of them: by all ranks together."""
         if self._past is None:
-            self._past = _Past([], {})
-            for kind in self._kinds:
-                params, sums = self._sums_of_past(kind)
-                if not params:
-                    self._past.overall.append(None)
-                    continue
-                world = self._world()
-                means = _means(world.total(params, sums[None])[0] if world.spread else sums, params)
-                self._past.overall.append(means.overall)
-                self._past.tensor.update(zip(params, means.tensor, strict=True))
+            self._past = _Past([None] * len(self._kinds), {})
+            layouts = [layout for layout in (self._owner, self._others()) if layout is not None]
+            held = [entry for layout in layouts for entry in self._entries_of(layout) if entry is not None]
+            world = self._world()
+            for number in range(len(self._kinds)):
+                mine = [entry for entry in held if entry.kind.number == number]
+                if mine:
+                    sums = torch.cat([entry.memory.sums() for entry in mine])
+                    if world.spread:
+                        sums = world.total([p for entry in mine for p in entry.params], sums[None])[0]
+                    means = _means(sums, [numel for entry in mine for numel in entry.sizes])
+                    self._past.overall[number] = means.overall
+                    self._past.tensor.update(zip([i for entry in mine for i in entry.ids], means.tensor, strict=True))
         return self._past
 
-    def _sums_of_past(self, kind: _Kind) -> tuple[list[Tensor], Tensor]:
-        """The tensors with a past, and the sums over this rank's pieces of the squares that D is made of."""
-        owner = self._owner
-        if owner is not None and kind.rms and self._covers(owner, kind):
-            each = [owner.sums(e, owner.vector("metric.square", e)) for e in range(len(owner.entries))]
-            weights = [self._state[p]["metric.weight"] for p in owner.params]
-            total = each[0] if len(each) == 1 else torch.cat(each)
-            if total.device.type == "cpu":
-                return owner.params, total / total.new_tensor([weight.item() for weight in weights])
-            divisors = torch.stack(weights).to(total)
-            return owner.params, total / torch.where(divisors > 0, divisors, 1)
-        params = [p for p in kind.params if self._has_past(p)]
-        sums = []
-        for p in params:
-            like = torch.zeros((), device=p.device, dtype=scalar_dtype(p.device))
-            if kind.rms:
-                held = self._state[p]
-                sums.append(
-                    sum_of(real_view(local(held["metric.square"])), is_small(p)).to(like) / held["metric.weight"]
-                )
-                continue
-            piece = real_view(local(p.detach()))
-            zero = torch.zeros_like(piece, dtype=wide_dtype(p.dtype))
-            mean = as_number(kind.metric.mean_square(self._memory(kind, p, zero), zero), like)
-            sums.append(mean.nan_to_num() * piece.numel())
-        return params, torch.stack(sums) if sums else torch.zeros(0)
+    def _others(self) -> Layout:
+        """Parameters with a past that the last update was not of."""
+        if self._rest is None:
+            taken = {id(p) for p in self._owner.params} if self._owner else set()
+            members = [[p for p in g["params"] if id(p) not in taken and self._has_past(p)] for g in self._groups]
+            self._rest = Layout(self._groups, members, self.merges, self._state)
+        return self._rest
 
-    def _covers(self, layout: Layout, kind: _Kind) -> bool:
-        """Whether a layout has the parameters of a kind and no others, all with a past."""
-        held = [self._state.get(p, {}) for p in layout.params]
-        alike = len(layout.params) == len(kind.params) and all(self._kind_of.get(p) is kind for p in layout.params)
-        return alike and all("metric.square" in one and _positive(one["metric.weight"]) for one in held)
-
-    def _means_of_present(self, layout: Layout, g: Vector, among: set[Tensor]) -> dict[Any, Any]:
-        """The mean squares of the present gradient, of each tensor, and ("overall", kind) over all of a kind."""
-        squares = layout.totals(layout.products(g, g))
-        squares = self._world().total(layout.params, squares[None])[0]
-        self._choose_unit(squares.sum(), min(torch.finfo(x.dtype).max for x in g))
-        unit = self.unit
-        found: dict[Any, Any] = {}
-        for kind in self._kinds:
-            known = self._means_of_past().tensor
-            rows = [
-                i for i, p in enumerate(layout.params) if self._kind_of.get(p) is kind and p in among and p not in known
-            ]
-            params = [layout.params[i] for i in rows]
-            if not params:
-                continue
-            scale = unit * unit if is_scale_free(kind.metric) else 1.0
-            means = _means(squares[rows] * scale, params)
-            found.update(zip(params, means.tensor, strict=True))
-            found["overall", id(kind)] = means.overall
-        return found
+    def _has_past(self, p: Tensor) -> bool:
+        """Whether a gradient of the parameter has been seen. A device is not asked for the number of them."""
+        kind, held = self._kind_of.get(id(p)), self._state.get(p, {})
+        if kind is None or not any(name in held for name in kind.fields):
+            return kind is not None and not kind.fields  # a metric that remembers nothing needs no past
+        weight = held.get("metric.weight")
+        return weight is None or weight.device.type != "cpu" or weight.item() > 0
 
     # The unit ---------------------------------------------------------------------------------------------------------
 
@@ -300,102 +292,81 @@ class Metrics:
         """The root of the mean of past <g, D^-1 g>, all in the D of this step; None if no past is remembered."""
         if self.euclidean or any(not hasattr(kind.metric, "past_square") for kind in self._kinds):
             return None
-        total = layout.like
-        for e, operator in enumerate(self.operators(layout)):
-            entry = layout.entries[e]
-            params = layout.params[entry.start : entry.stop]
-            kind = self._kind_of[params[0]]
-            if not kind.rms:
-                zero = torch.zeros(entry.shape, dtype=entry.dtype, device=entry.device)
-                total = total + kind.metric.past_square(self._memory(kind, params[0], zero), operator.made).to(total)
-                continue
-            weights = [self._state.get(p, {}).get("metric.weight", layout.like) for p in params]
-            v = layout.entry([self._state.get(p, {}).get("metric.square") for p in params], e)
-            inverse = operator.inverse.expand(entry.shape)
-            if all(weight == weights[0] for weight in weights):
-                total = total + ratio(dot(v, inverse), weights[0], 0.0)
-            else:  # tensors that joined later have seen less, or nothing
-                total = total + ratio(layout.sums(e, v * inverse), torch.stack(weights), 0.0).sum()
-        total = self._world().total(layout.params[:1], total.reshape(1, 1)) if self._world().spread else total
-        return math.sqrt(total.item()) / self.unit
+        held = zip(self._entries_of(layout), self.operators(layout), strict=True)
+        found = []
+        for entry, operator in held:
+            inner, rate = (operator.operator, operator.rate) if isinstance(operator, Rated) else (operator, 1.0)
+            found.append(0.0 if entry is None else rate * entry.memory.past_square(inner))
+        if self._world().spread:  # all tensors of an entry lie on the ranks alike
+            firsts = [layout.params[entry.start] for entry in layout.entries]
+            found = self._world().total(firsts, layout.like.new_tensor(found)[None])[0].tolist()
+        return math.sqrt(sum(found)) / self.unit
 
-    def observe(self, layout: Layout, g: Vector, gate: Gate, scale: float = 1.0) -> None:
-        """Remember the mean gradient ``scale * g`` of an update."""
+    def observe(
+        self,
+        layout: Layout,
+        g: Vector,
+        gate: Gate,
+        scale: float = 1.0,
+        h: Vector | None = None,
+        kept: Vector | None = None,
+    ) -> None:
+        """Remember the mean gradient of an update.
+
+        Args:
+            layout: the parameters.
+            g: the mean gradient, divided by ``scale``.
+            gate: whether the update counts.
+            scale: what it was multiplied by.
+            h: g in the coordinates of D; None if that is not known.
+            kept: a vector that is kept in the coordinates of D, which may change.
+        """
         if self.euclidean:
+            self._made = {}  # rates may change
             return
-        self._owner = layout
-        for e, entry in enumerate(layout.entries):
-            params = layout.params[entry.start : entry.stop]
-            kind = self._kind_of.get(params[0])
-            if kind is None:
-                continue
-            factor = scale * (self.unit if is_scale_free(kind.metric) else 1.0)
-            seen = g[e] if factor == 1.0 else g[e] * factor
-            for p in params:
-                if not any(name in self._state[p] for name in kind.fields):
-                    self._state[p].update(self.blank(p))
-            if kind.rms:
-                decay = gate.weight(kind.metric.decay, 1.0)
-                layout.vector("metric.square", e).mul_(decay).addcmul_(seen, seen)
-                weights = [self._state[p]["metric.weight"] for p in params]
-                if gate.host:
-                    torch._foreach_mul_(weights, decay)
-                    torch._foreach_add_(weights, 1.0)
-                else:
-                    for weight in weights:
-                        weight.mul_(decay).add_(gate.weight(1.0))
-            else:
-                old = self._memory(kind, params[0], torch.zeros_like(seen))
-                new = kind.metric.observe(old, seen)
-                for before, after in zip(old, new, strict=True):
-                    if isinstance(before, Tensor):
-                        after = torch.as_tensor(after, dtype=before.dtype, device=before.device)
-                        before.copy_(gate.choose(after, before))
+        h = self.operators(layout, g).turned(g) if h is None else h
+        if layout is not self._owner:
+            self._own(layout)
+        for e, entry in enumerate(self._entries_of(layout)):
+            if entry is not None:
+                factor = scale * self.unit if is_scale_free(entry.kind.metric) else scale
+                entry.memory.observe(g[e], gate, factor, h[e], None if kept is None else kept[e])
+        used = (id(layout), id(self._rest))
+        self._entries = {number: known for number, known in self._entries.items() if number in used}
         self.forget()
         self._means_of_past()  # by all ranks together, not when a backward first asks
 
     def join(self, layout: Layout) -> None:
         """Let tensors without a past join those that have one as if their gradients had been 0 so far."""
-        past = self._means_of_past().tensor
-        new = [p for p in layout.params if p in self._kind_of and p not in past]
-        for p in new:
-            kind = self._kind_of[p]
-            other = next((self._state[q] for q in kind.params if q in past), None)
-            if other is not None:
-                numbers = {name: other[name] for name in kind.fields if name in other and not other[name].dim()}
-                state = {**self.blank(p), **{name: number.clone() for name, number in numbers.items()}}
-                self._state[p].update(state)
-        if new:
-            self._owner = None
-            self.forget()
+        for e in self.late(layout):
+            for p in layout.params[layout.rows(e)]:
+                kind = self._kind_of[id(p)]
+                others = [self._state[q] for q in kind.params if self._has_past(q)]
+                if others and not self._has_past(p):
+                    fresh = self.blank(p)
+                    for name in [name for name, value in fresh.items() if not value.dim()]:
+                        fresh[name] = next((held[name].clone() for held in others if name in held), fresh[name])
+                    self._state[p].update(fresh)
+        self._own(None)
 
     def blank(self, param: Tensor) -> dict[str, Tensor]:
         """What the metric remembers of a parameter before any update, by its name in the optimizer's state."""
-        kind = self._kind_of.get(param)
-        if kind is None:
-            return {}
-        piece = real_view(local(param.detach()))
-        zero = torch.zeros_like(piece, dtype=wide_dtype(param.dtype), memory_format=torch.contiguous_format)
-        number = torch.zeros((), dtype=scalar_dtype(piece.device), device=piece.device)
-        return {
-            name: (like_parameter(value, param) if value.shape == zero.shape else value).clone()
-            if isinstance(value, Tensor)
-            else number + value
-            for name, value in zip(kind.fields, kind.metric.initial(zero), strict=True)
-            if not isinstance(value, tuple)  # what the metric does not remember of such a tensor
-        }
+        kind = self._kind_of.get(id(param))
+        return {} if kind is None else blank(kind.metric, param)
 
 
-def _positive(weight: Tensor) -> bool:
-    """Whether a number is positive; a device is not asked."""
-    return weight.device.type != "cpu" or weight.item() > 0
+def _squares(layout: Layout, e: int, x: Tensor) -> Tensor:
+    """The squared norm of each tensor of an entry."""
+    if layout.entries[e].merged:
+        return layout.sums(e, x.to(layout.like.dtype).square())
+    return dot(x, x).to(layout.like.device).reshape(1)
 
 
-def _means(sums: Tensor, params: list[Tensor]) -> Means:
+def _means(sums: Tensor, sizes: list[int]) -> Means:
     """The mean squares of tensors, and of all their numbers, from the sums of squares of each."""
-    sizes = [size(p) for p in params]
     if sums.device.type == "cpu":  # Python's numbers are faster
         rows = sums.tolist()
-        return Means([a / max(b, 1) for a, b in zip(rows, sizes, strict=True)], sum(rows) / max(sum(sizes), 1))
+        overall = math.fsum(rows) if math.isfinite(sum(rows)) else math.nan  # the same in any order of the tensors
+        return Means([a / max(b, 1) for a, b in zip(rows, sizes, strict=True)], overall / max(sum(sizes), 1))
     numel = sums.new_tensor(sizes)
     return Means(list(sums / numel.clamp(min=1)), sums.sum() / numel.sum().clamp(min=1))

@@ -54,7 +54,7 @@ DEFAULTS: dict[str, Any] = {
     "maximize": False,
     "foreach": None,
 }
-"""Every option and its default, as they stand in the parameter groups; smoothness becomes lr = 1/M."""
+"""Every option and its default, as they stand in the parameter groups; smoothness becomes lr = (1 - momentum)/M."""
 
 OPTIONS = tuple(DEFAULTS)
 
@@ -74,7 +74,7 @@ LEARNED_WITH = (
 INSTEAD = {
     "betas": "momentum=0.9 is Adam's first beta; metric='rms' measures in what its second one is for",
     "nesterov": "momentum=0.9 alone is what has been measured",
-    "dampening": "its momentum is an average, m = momentum * m + (1 - momentum) * g",
+    "dampening": "its momentum is SGD's without dampening",
     "eps": "nothing is divided by what could be 0",
     "amsgrad": "metric='adagrad' is a metric that forgets nothing",
     "fused": "foreach=True updates many tensors at once",
@@ -99,6 +99,13 @@ def refuse_unknown(
 
 
 # One value ------------------------------------------------------------------------------------------------------------
+
+
+LARGEST = 1e30
+"""A larger multiplier or weight_decay leaves the range of float32 in the first update."""
+
+LARGEST_RATE = 1e200
+"""A larger lr leaves the range of float64 in the first update. Gradients of 1e-150 do need lr = 1e150."""
 
 
 def check_number(name: str, value: Any, allowed: Callable[[float], bool], sentence: str) -> float:
@@ -140,7 +147,9 @@ def check_foreach(value: Any) -> bool | None:
 def _check_lr(value: Any) -> float | Tensor:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got lr of shape {tuple(value.shape)}")
-    number = check_number("lr", value, lambda v: v > 0, "positive and finite")
+    number = check_number(
+        "lr", value, lambda v: 0 < v <= LARGEST_RATE, f"positive and finite, at most {LARGEST_RATE:g}"
+    )
     return value if isinstance(value, Tensor) else number
 
 
@@ -180,18 +189,22 @@ def _cut(value: Any) -> str:
 # A group's values -----------------------------------------------------------------------------------------------------
 
 
-def checked_rate(options: dict[str, Any], where: str) -> Any:
-    """Lr of these options, from lr or smoothness, which is taken out of them; None if neither is given."""
+def checked_rate(options: dict[str, Any], momentum: float, where: str) -> Any:
+    """Lr of these options, from lr or smoothness, which is taken out of them; None if neither is given.
+
+    Lr is the rate of a sum of gradients, as torch's SGD has it, and 1/M that of their average: lr = (1 - momentum)/M.
+    """
     smoothness, lr = options.pop("smoothness", None), options.get("lr")
     if smoothness is None:
         return None if lr is None else _check_lr(lr)
     if lr is not None:
         raise ValueError(
-            f"give {where}lr or smoothness, not both: got lr={lr!r} and smoothness={smoothness!r} (lr = 1/M)"
+            f"give {where}lr or smoothness, not both: got lr={lr!r} and smoothness={smoothness!r} "
+            "(lr = (1 - momentum)/smoothness)"
         )
     number = check_number("smoothness", smoothness, lambda v: v > 0, "positive and finite")
-    check_number("smoothness", smoothness, lambda v: math.isfinite(1 / v), "larger, lr is 1 over it")
-    return _check_lr(1.0 / number)
+    check_number("smoothness", smoothness, lambda v: math.isfinite(1 / v), "larger, the base rate is 1 over it")
+    return _check_lr((1 - momentum) / number)
 
 
 DERIVED = ("kappa", "bias_correction")
@@ -223,8 +236,8 @@ def checked(options: dict[str, Any]) -> tuple[dict[str, Any], Learner, Metric]:
         found["bias_correction"] = not uses_hindsight(learner)
     check_flag("bias_correction", found["bias_correction"])
     _check_epoch(found["epoch"], found["estimator"])
-    sentence = "at least 0 and finite"
-    found["weight_decay"] = check_number("weight_decay", found["weight_decay"], lambda v: v >= 0, sentence)
+    sentence = f"at least 0 and finite, at most {LARGEST:g}"
+    found["weight_decay"] = check_number("weight_decay", found["weight_decay"], lambda v: 0 <= v <= LARGEST, sentence)
     if found["averaging"] is not None:
         sentence = "None, or finite and at least 0"
         found["averaging"] = check_number("averaging", found["averaging"], lambda v: v >= 0, sentence)
@@ -248,8 +261,9 @@ class Catalogue:
 
     def __init__(self, given: dict[str, Any]) -> None:
         self._derived = {name: given[name] for name in DERIVED}
-        rate = checked_rate(given, "")
         defaults, self.learner, self._metric = checked(given)
+        self._smoothness = given.get("smoothness")
+        rate = checked_rate(given, defaults["momentum"], "")
         self.defaults = {"lr": rate, **defaults}
         self._learners = {defaults["learner"]: self.learner}
         self._metrics = {defaults["metric"]: self._metric}
@@ -259,13 +273,15 @@ class Catalogue:
         found = dict(given)
         if not isinstance(found["params"], Tensor | set):
             found["params"] = list(found["params"])
-        rate = checked_rate(found, "a parameter group ")
+        known = {**self.defaults, "learner": self.learner, "metric": self._metric}
+        options, learner, metric = checked({**known, **self._derived, **found})
+        if found.get("lr") is None and found.get("smoothness") is None:
+            found["smoothness"] = self._smoothness  # 1/M of all groups, whatever their momentum
+        rate = checked_rate(found, options["momentum"], "a parameter group ")
         if rate is None and self.defaults["lr"] is None:
             raise ValueError("lr or smoothness is needed for this parameter group: the optimizer has no default")
         if rate is not None:
             found["lr"] = rate
-        known = {**self.defaults, "learner": self.learner, "metric": self._metric}
-        options, learner, metric = checked({**known, **self._derived, **found})
         self._learners.setdefault(options["learner"], learner)
         self._metrics.setdefault(options["metric"], metric)
         found.update({name: value for name, value in options.items() if name in found or name in DERIVED})

@@ -20,15 +20,20 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from sgdol.surrogate import symmetric_signal
-from sgdol.torch._contributions import Contributions, quotient, scaled
+from sgdol.torch._contributions import Contributions
 from sgdol.torch._gradients import Gradients
-from sgdol.torch._hooks import Listener, after_backward, graph_task, outermost, remove, short_hook
 from sgdol.torch._metric import Metrics
-from sgdol.torch._vectors import Layout, Numbers, Vector, sample
-from sgdol.torch._world import ORDINARY, Finder, Own, Tap, World, piece_of
+from sgdol.torch._rerun import Replay, running
+from sgdol.torch._vectors import Layout, sample
+from sgdol.torch._world import ORDINARY, Finder, Tap, World, piece_of
 
 __all__ = ["Passes"]
+
+graph_task = torch._C._current_graph_task_id
+after_backward = torch.autograd.Variable._execution_engine.queue_callback
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_DENSE = torch.strided
 
 
 class Passes:
@@ -43,10 +48,11 @@ class Passes:
         earlier: a recorder of other parameters, whose passes this one goes on with.
     """
 
-    _counts: list[int]
-    """How many passes have reached each tensor."""
-    _known: Contributions
+    known: Contributions
+    """What is known of the contributions."""
     _used: bool
+    origins: list[Replay | None]
+    """The call of :func:`sgdol.torch.backward` that each pass belongs to: how to run it again."""
 
     def __init__(
         self,
@@ -62,16 +68,18 @@ class Passes:
         self._params, self._finder, self._metrics = params, finder, metrics
         self._taps = [Tap() for _ in params]
         self._world: World = finder.here
+        self._thread = 0
         self._lay_out()
-        self._compiled = False
+        self.compiled = False
+        self._clear()
         self.reset()
         self.watch()
         for i, p in enumerate(self.layout.params):
             # A gradient that is there before anybody watches is one contribution. Of one that is already averaged over
             # the ranks nobody knows any more what each rank had.
             if is_dense(p) and p.requires_grad and not (self._world.reduces(p) and self._world.waits(p)):
-                self._counts[i] = 1
-        if earlier is not None and any(earlier._counts):
+                self.known.found(i)
+        if earlier is not None and any(earlier.known.counts):
             self._go_on_from(earlier)
         weakref.finalize(self, remove, self._taps)
 
@@ -79,10 +87,8 @@ class Passes:
     def _go_on_from(self, earlier: Passes) -> None:
         """Take over what another recorder knows of the parameters that both have."""
         earlier._finish()
-        counts = dict(zip(earlier.layout.params, earlier._counts, strict=True))
-        self._counts = [counts.get(p, n) for p, n in zip(self.layout.params, self._counts, strict=True)]
-        self._used, self._world = earlier._used, earlier._world
-        self._known.go_on_from(earlier._known)
+        self._used, self._world, self.origins = earlier._used, earlier._world, earlier.origins
+        self.known.go_on_from(earlier.known)
 
     def _lay_out(self) -> None:
         make = self._make_layout()
@@ -90,10 +96,11 @@ class Passes:
         self.layout = make()
         self._rows = {id(p): i for i, p in enumerate(self.layout.params)}
         self._entry_of = [e for e, entry in enumerate(self.layout.entries) for _ in entry.sizes]
+        merged = [self.layout.entries[e].merged for e in self._entry_of]
+        self._merged = {key: i for key, i in self._rows.items() if merged[i]}
         self._reduces = [self._finder.here.reduces(p) for p in self.layout.params]
-        self._counts = [0] * len(self.layout.params)
-        self._known = Contributions(self.layout, self._metrics)
-        self._kinds = self._kinds_now()
+        self.known = Contributions(self.layout, self._metrics)
+        self._kinds = [(p.dtype, p.device, None if is_lazy(p) else p.shape) for p in self._params]
 
     def watch(self) -> None:
         """Be in front of all accumulators: a parameter that was frozen or changed its type has a new one."""
@@ -110,41 +117,33 @@ class Passes:
 
     def parameters_changed(self) -> bool:
         """True if a parameter's shape or type changed since :meth:`watch`, as when a lazy module was initialised."""
-        return self._kinds != self._kinds_now()
-
-    def _kinds_now(self) -> list[Any]:
-        return [(p.dtype, p.device, None if is_lazy(p) else p.shape) for p in self._params]
+        return self._kinds != [(p.dtype, p.device, None if is_lazy(p) else p.shape) for p in self._params]
 
     def reset(self, *, used: bool = False) -> None:
         """Forget the passes: their gradients have been used, and may be there still, or were thrown away."""
         self._used, self.left_over = used, False
-        self.thrown_away = not used and any(self._counts)
-        """Whether gradients of passes were thrown away."""
+        self.known.thrown_away = not used and any(self.known.counts)
         self.overlapping = False
         """Whether backward passes ran in several threads at the same time."""
-        self._calls: dict[int, FrameType | None] = {}  # of autograd's engine, by thread
-        self._counts = [0] * len(self.layout.params)
-        self._known.forget()
-        self._clear()
+        self.origins = []
+        self.known.forget()
+        if self._open is not None:
+            self._clear()
 
     @property
     def world(self) -> World:
         """The world in which the last backward ran."""
         return self._world
 
-    @property
-    def bent(self) -> bool:
-        """Whether a gradient was changed, after a backward, by more than a factor."""
-        return self._known.bent
-
     def _clear(self) -> None:
         """No backward is running."""
         self._tasks: set[int] = set()
+        self._task = -1  # the first of them
         self._open: Any = None
         self._told = False  # whether the end of the backward that is running will be told
         self._keeping = False
-        self._reached: dict[int, None] = {}
-        self._own: dict[int, Tensor] = {}  # what it has brought, by tensor
+        self._direct: dict[int, int] = {}  # the rows of parameters whose gradients need no more than to be noted
+        self._brought: dict[int, Tensor | None] = {}  # what it has brought, by row; None where .grad will tell
         self._lengths: dict[int, Tensor] = {}  # <c, D^-1 c> of what it has brought to large tensors
         self._previous: dict[int, Tensor] = {}  # .grad of sharded tensors before it
         self._expected: dict[int, Tensor] = {}  # a sample of what .grad will be, of tensors with hooks
@@ -154,19 +153,27 @@ class Passes:
     def k(self) -> int:
         """How many passes there have been."""
         self._finish()
-        return max(self._counts, default=0)
+        return max(self.known.counts, default=0)
+
+    def take(self, layout: Layout, *, pooled: bool = False) -> Gradients:
+        """All gradients of these parameters, in the metric of the step; see :meth:`Contributions.take`."""
+        self._finish()
+        if not any(self.known.counts):  # gradients that were written by hand
+            self._world = self._finder.world
+        return self.known.take(layout, self._world, pooled=pooled)
 
     def unseen(self, params: Sequence[Tensor]) -> bool:
         """Whether one of these has a gradient that no hook has seen: it is new, unfrozen or of another type."""
-        if len(params) == len(self._counts) and all(self._counts):
+        counts = self.known.counts
+        if len(params) == len(counts) and all(counts):
             return False
-        seen = {p for n, p in zip(self._counts, self.layout.params, strict=True) if n}
+        seen = {p for n, p in zip(counts, self.layout.params, strict=True) if n}
         return any(p.grad is not None and p not in seen for p in params)
 
     def refuse_uncounted(self, name: str) -> None:
         """Raise if passes went by uncounted: autograd was compiled, or several ran at the same time."""
-        if self._compiled:
-            self._compiled = False
+        if self.compiled:
+            self.compiled = False
             self.reset()
             raise NotImplementedError(
                 f"{name} does not run under compiled autograd, which hides from hooks where a backward() ends: switch "
@@ -179,102 +186,15 @@ class Passes:
                 "cannot be told: run the backward passes of one step one after the other"
             )
 
-    # The gradients of a step ------------------------------------------------------------------------------------------
-
-    def take(self, layout: Layout, *, pooled: bool = False) -> Gradients:
-        """All gradients of these parameters, of all that are watched or of some, in the metric of the step.
-
-        Args:
-            layout: the parameters that take part.
-            pooled: whether sums over all tensors are enough: numbers are Python's then.
-        """
-        self._finish()
-        if not any(self._counts):  # gradients that were written by hand
-            self._world = self._finder.world
-        watched, known = self.layout, self._known
-        s = watched.gradients()
-        pieces = self._follow(s, final=True)
-        k = max(*self._counts, 1) * self._world.ranks
-        operators = self._metrics.operators(watched, s, layout.params)
-        known.adopt(s, self._single(), operators)
-        # ||S||^2 of large tensors was measured when the last backward ended, and is known not to have changed since.
-        lengths = known.lengths if operators.euclidean and not self._world.spread else []
-        if pooled and layout is watched:
-            total = watched.total(s, s, operators, lengths)
-            signal = symmetric_signal(total, known.total(operators), k)
-            return Gradients(k, layout, operators, s, [total], [signal], total, signal)
-        counts, q = self._counts, known.squares(operators)
-        if layout is watched:
-            n = watched.products(s, s, operators, lengths)
-        else:
-            s = layout.gradients()
-            operators = self._metrics.operators(layout, s)
-            n = layout.products(s, s, operators)
-            q = layout.remapped(watched, q, n)  # of a parameter that nobody has watched: a single contribution
-            rows = {p: i for i, p in enumerate(watched.params)}
-            counts = [counts[rows[p]] if p in rows else 0 for p in layout.params]
-            if pieces is not None:
-                blank = torch.zeros_like(pieces[:, 0])
-                pieces = torch.stack([pieces[:, rows[p]] if p in rows else blank for p in layout.params], dim=1)
-        n, q, (square, squares) = self._over_ranks(layout, counts, n, q, pieces)
-        u = [symmetric_signal(a, b, k) for a, b in zip(n, q, strict=True)]
-        return Gradients(k, layout, operators, s, n, u, square, symmetric_signal(square, squares, k))
-
-    def _follow(self, s: Vector, *, final: bool = False) -> Tensor | None:
-        """Follow what has happened to ``.grad`` since the last backward; see :meth:`Contributions.follow`."""
-        if not any(self._counts):
-            return None
-        gone, pieces = self._known.follow(s, self._counts, self._world, final=final)
-        if any(gone):
-            self.thrown_away = True
-            self._counts = [0 if away else n for n, away in zip(self._counts, gone, strict=True)]
-        return pieces
-
-    def _single(self) -> list[bool]:
-        """Which tensors have a single contribution, which is ``.grad``, or a gradient that was written by hand."""
-        if min(self._counts, default=0) > 1:
-            return [False] * len(self._counts)
-        waits = self._world.waits
-        return [n <= 1 and not waits(p) for n, p in zip(self._counts, self.layout.params, strict=True)]
-
-    def _over_ranks(
-        self, layout: Layout, counts: Sequence[int], n: Numbers, q: Numbers, pieces: Tensor | None
-    ) -> tuple[Numbers, Numbers, tuple[Tensor, Tensor]]:
-        """(n, Q) over all ranks, in the scale of ``.grad``, and their sums over everything.
-
-        Args:
-            layout: the parameters that take part.
-            counts: how many passes have reached each.
-            n: of this rank's pieces.
-            q: of this rank's contributions.
-            pieces: None, or [now, before], ||S||^2 of pieces, by whose ratio over all ranks Q is still to be scaled.
-        """
-        world = self._world
-        if world.ranks == 1 and not world.spread:
-            return n, q, (layout.totals(n).sum(), layout.totals(q).sum())
-        rows = layout.totals(n)[None] if pieces is None else torch.cat([layout.totals(n)[None], pieces])
-        seen = rows.new_tensor([min(count, 1) for count in counts])
-        shared = world.share(layout.params, Own(rows, layout.totals(q), seen, list(q[1:]), max(self._counts)))
-        # A gradient that no pass made on any rank, or that nobody averages over the ranks, is a single contribution.
-        alone = shared.seen == 0
-        if world.spread:
-            alone |= ~torch.tensor([world.averages(p) for p in layout.params], device=alone.device)
-        factor = torch.ones_like(seen) if pieces is None else quotient(shared.rows[1], shared.rows[2])
-        whole_n = shared.rows[0]
-        whole_q = torch.where(alone, whole_n, shared.q * factor)
-        arrays = scaled(layout, [whole_q[layout.numbered], *shared.squares], factor)[1:]
-        n, q = [whole_n[layout.numbered], *n[1:]], [whole_q[layout.numbered], *arrays]
-        return n, q, (whole_n.sum(), whole_q.sum())
-
     # While a backward runs --------------------------------------------------------------------------------------------
 
     def _admit(self, index: int) -> None:
         """A lazy parameter has got its shape since: it joins the layout, in the middle of its first backward."""
-        reached = [self.layout.params[i] for i in self._reached]
-        if any(self._counts):
+        reached = [self.layout.params[i] for i in self._brought]
+        if any(self.known.counts):
             raise self._reshaped()
         self._lay_out()
-        self._reached = {self._rows[id(p)]: None for p in reached}
+        self._brought = {self._rows[id(p)]: None for p in reached}
 
     def _reshaped(self) -> RuntimeError:
         return RuntimeError(
@@ -291,12 +211,12 @@ class Passes:
             self._begin(task, index)
         if index not in self._rows:
             self._admit(index)
-        index = self._rows[index]
-        again = index in self._reached
-        self._reached[index] = None
-        if self._keeping:
+        row = self._rows[index]
+        if not self._keeping or index in self._direct:
+            self._brought[row] = gradient if self._keeping else None
+        else:
             # A gradient that somebody holds is copied to .grad, not moved there, where DistributedDataParallel writes.
-            self._keep(index, gradient.detach() if gradient.requires_grad else gradient, again)
+            self._keep(row, gradient.detach() if gradient.requires_grad else gradient)
 
     def begun(self, index: int) -> None:
         """A backward has reached a sharded parameter, whose gradient comes later."""
@@ -308,31 +228,35 @@ class Passes:
         """A sharded parameter's gradient, averaged over the ranks, has been added to ``.grad``."""
         task = graph_task()
         if task not in self._tasks:
-            self._counts[self._rows[index]] = 0  # through a leaf that nobody told of: what was added is not known
+            self.known.counts[self._rows[index]] = 0  # through a leaf that nobody told of: what was added is not known
             self._begin(task, index)
         index = self._rows[index]
         p = self.layout.params[index]
         gradient, previous = piece_of(p.grad, p), self._previous.get(index)  # type: ignore[arg-type]
-        again = index in self._reached
-        self._reached[index] = None
         if self._keeping:
-            self._keep(index, gradient if previous is None else gradient - previous, again)
+            self._keep(index, gradient if previous is None else gradient - previous)
+        else:
+            self._brought[index] = None
 
-    def _keep(self, index: int, gradient: Tensor, again: bool) -> None:
+    def _keep(self, index: int, gradient: Tensor) -> None:
         """Keep what is needed of a contribution: the gradient until the pass ends, or, of a large one, its length."""
         p: Any = self.layout.params[index]
-        if not self._counts[index] and not self._world.waits(p):
+        again = index in self._brought
+        earlier = self._brought.setdefault(index, None)
+        if not self.known.counts[index] and not self._world.waits(p):
             return  # the first: it is .grad
-        if p._post_accumulate_grad_hooks and is_dense(p) and self._world.ranks == 1 and not self._world.spread:
+        if p._post_accumulate_grad_hooks and is_dense(p) and self._world.alone:
             # Such a hook may change .grad in the middle of a backward, where nothing else tells of it.
             self._expected[index] = sample(piece_of(p.grad.detach(), p)) + sample(piece_of(gradient, p))
         e = self._entry_of[index]
-        if self._known.keeps(e):
-            known = self._own.get(index)
-            self._own[index] = gradient if known is None else known + gradient
+        if self.known.keeps(e):
+            self._brought[index] = gradient if earlier is None else earlier + gradient
             return
-        c = piece_of(gradient, p).to(self.layout.entries[e].dtype)
-        length = self._metrics.operators(self.layout)[e].inner(c, c)
+        dtype = self.layout.entries[e].dtype
+        before = piece_of(p.grad.detach(), p).to(dtype) if self._world.alone and is_dense(p) else None
+        if before is None and self._world.alone:
+            return  # nothing to be added to
+        length = self.known.measure(e, piece_of(gradient, p).to(dtype), before=before)
         if again and index in self._lengths:
             length = self._lengths[index] + length
             warn = self._warn()
@@ -343,62 +267,54 @@ class Passes:
     def _begin(self, task: int, index: int) -> None:
         """A graph task has reached its first parameter: a backward's own, or one that reentrant checkpointing began."""
         if torch.compiler.is_compiling():  # compiled autograd traces this
-            self._compiled = True
+            self.compiled = True
             return
         call, inside = outermost()
         if self._open is None or call is None or self._open is not call:
-            # Before looking at other threads, so that of two that begin at the same time at least one sees the other.
-            self._calls[threading.get_ident()] = call
-            if self._overlaps():
-                self.overlapping = True
-            if torch.is_grad_enabled():  # create_graph=True: .grad may have a graph
+            # Noted before anything else, so that of two threads that begin at the same time one sees the other.
+            earlier, thread = self._open, self._thread
+            self._open, self._thread = call or True, threading.get_ident()
+            if earlier is not None:
+                self.overlapping |= thread != self._thread and earlier is not True and is_running(earlier)
                 with torch.no_grad():
                     self._finish()
+                self._open = call or True
+            if torch.is_grad_enabled():  # create_graph=True: .grad may have a graph
+                with torch.no_grad():
                     self._start(index)
             else:
-                self._finish()
                 self._start(index)
-            self._open = call or True
+        if self._tasks:
+            self._direct = {}  # reentrant segments may bring several gradients to a parameter
+        else:
+            self._task = task
         self._tasks.add(task)
         self._told |= not inside
         close: Callable[[], None] = lambda: self._ended(task, inside)  # noqa: E731
-        if self._world.ranks > 1 or self._world.spread:
+        if not self._world.alone:
             # The wrapper queues its wait for the all-reduce in the middle of backward: a callback that is queued by a
             # callback runs after it.
             first = close
             close = lambda: after_backward(first)  # noqa: E731
         after_backward(close)
 
-    def _overlaps(self) -> bool:
-        """Whether another thread is inside of a backward that has brought something."""
-        others = [call for thread, call in self._calls.items() if thread != threading.get_ident() and call is not None]
-        for frame in sys._current_frames().values() if others else ():
-            there: FrameType | None = frame
-            while there is not None:
-                if any(there is call for call in others):
-                    return True
-                there = there.f_back
-        return False
-
     def _start(self, index: int) -> None:
         """A backward begins."""
         self._world = world = self._finder.world
-        if any(self._counts):
-            if self.layout.reshaped() is not None:
-                raise self._reshaped()
-            s = self.layout.gradients()
-            self._follow(s)
-        if any(self._counts):
-            # The only contribution to a tensor is what is in .grad, until the second comes.
-            operators = None if self._known.late else self._metrics.operators(self.layout)
-            self._known.adopt(s, self._single(), operators)
-        else:
-            self._known.forget()
-            self._known.late = not self._metrics.known(self.layout.params)
+        if any(self.known.counts) and self.layout.reshaped() is not None:
+            raise self._reshaped()
+        again = self.known.begin(world)
+        if not again:
+            self.origins = []  # of gradients that were thrown away
             if self._used:
                 first: Any = self.layout.params[self._rows.get(index, 0)]
                 self.left_over = is_dense(first) and first.is_cpu and bool(piece_of(first.grad.detach(), first).any())
-        self._keeping = world.ranks > 1 or world.spread or any(self._counts)
+        self.origins.append(running())
+        self._keeping = again or not world.alone
+        if not self._keeping:
+            self._direct = self._rows
+        elif not world.spread and not any(p._post_accumulate_grad_hooks for p in self.layout.params):
+            self._direct = self._merged
         if world.spread:
             for i, p in enumerate(self.layout.params):
                 if self._reduces[i] and p.grad is not None and not world.waits(p):
@@ -406,8 +322,6 @@ class Passes:
 
     def _ended(self, task: int, inside: bool) -> None:
         """A graph task has ended, after every rank's gradients have been averaged."""
-        if not inside:
-            self._calls.pop(threading.get_ident(), None)
         if task not in self._tasks:
             return
         with torch.no_grad():
@@ -415,7 +329,7 @@ class Passes:
                 self._close()
             elif self._keeping:
                 # The end of the outermost is told only if it brings something itself: this may be the last.
-                self._known.note()
+                self.known.note()
                 self._noted = True
 
     def _finish(self) -> None:
@@ -431,13 +345,10 @@ class Passes:
         for i, expected in self._expected.items():
             p: Any = self.layout.params[i]
             error = (sample(piece_of(p.grad, p)) - expected).abs().max()
-            self._known.bent |= bool(error > 64 * torch.finfo(expected.dtype).eps * expected.abs().max())
-        if self._keeping:
-            self._known.add(self._own, self._lengths)
-        for i in self._reached:
-            self._counts[i] += 1
+            self.known.bent |= bool(error > 64 * torch.finfo(expected.dtype).eps * expected.abs().max())
+        self.known.add(self._brought, self._lengths, measure=self._keeping)
         if not self._noted or self._told:
-            self._known.note(measure=self._keeping)
+            self.known.note(measure=self._keeping)
         self._clear()
 
 
@@ -451,3 +362,82 @@ SHARED = (
 def is_dense(p: Tensor) -> bool:
     """Whether a parameter has an ordinary gradient."""
     return p.grad is not None and p.grad.layout == torch.strided
+
+
+# Hooks ----------------------------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """What one parameter's hooks call; does not keep the recorder alive."""
+
+    __slots__ = ("_index", "_recorder")
+
+    def __init__(self, recorder: Passes, index: int) -> None:
+        self._recorder, self._index = weakref.ref(recorder), index
+
+    def arrived(self, gradient: Tensor) -> None:
+        """A gradient arrives."""
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.arrived(self._index, gradient)
+
+    def begun(self) -> None:
+        """A backward has begun."""
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.begun(self._index)
+
+    def reduced(self) -> None:
+        """A gradient has been reduced."""
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.reduced(self._index)
+
+
+def short_hook(recorder: Passes, key: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+    """The hook of an ordinary leaf. It is called more often than anything else, so its usual way is short."""
+    reference = weakref.ref(recorder)
+
+    def hook(gradients: tuple[Tensor | None, ...]) -> None:
+        here, gradient = reference(), gradients[0]
+        if here is None or gradient is None:
+            return
+        row = here._direct.get(key)
+        if row is None or graph_task() != here._task or gradient.layout is not _DENSE:
+            here.arrived(key, gradient)
+        else:
+            here._brought[row] = gradient if here._keeping else None
+
+    return hook
+
+
+def outermost() -> tuple[FrameType | None, bool]:
+    """The outermost call of autograd's engine on this thread, and whether there is another inside of it.
+
+    Reentrant checkpointing nests calls, and a graph task does not tell which other it is inside of; Python's stack
+    does. (On an accelerator hooks run in a thread of the device, whose stack begins there: reentrant segments count as
+    passes of their own.)
+    """
+    found, depth, frame = None, 0, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _ENGINE:
+            found, depth = frame, depth + 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return found, depth > 1
+
+
+def is_running(call: FrameType) -> bool:
+    """Whether a call is on the stack of any thread."""
+    for frame in sys._current_frames().values():
+        there: FrameType | None = frame
+        while there is not None:
+            if there is call:
+                return True
+            there = there.f_back
+    return False
+
+
+def remove(taps: Sequence[Tap]) -> None:
+    """Take hooks away."""
+    for tap in taps:
+        tap.remove()

@@ -19,88 +19,93 @@ from sgdol.torch._base import WatchingOptimizer
 from sgdol.torch._blocks import Blocks, Granularity, Learned, share
 from sgdol.torch._checkpoint import Blanks, first_step_size
 from sgdol.torch._direction import Directions
-from sgdol.torch._gate import Gate
-from sgdol.torch._gradients import Gradients
+from sgdol.torch._gradients import Gradients, HeldPair
 from sgdol.torch._options import LEARNED_WITH, OPTIONS, Catalogue, every_group_has_a_rate, materialise, refuse_unknown
-from sgdol.torch._pair import HeldPair
-from sgdol.torch._update import move
+from sgdol.torch._update import Gate, move
 from sgdol.torch._vectors import Layout, as_number
+from sgdol.torch._world import Measured
 
 __all__ = ["SGDOL"]
 
 
 class SGDOL(WatchingOptimizer):
-    r"""Stochastic gradient descent that learns its step size online (Zhuang, Cutkosky and Orabona, ICML 2019).
+    r"""SGD with momentum that learns its step size online (Zhuang, Cutkosky and Orabona, ICML 2019).
 
-    Each update has k >= 2 independent stochastic gradients at the same point. From them come the direction d_t, its
-    signal u_t and its squared length n_t, and an online learner chooses the multiplier s_t of the base rate:
+    Each update has k >= 2 independent stochastic gradients at the same point. From these gradients come the direction
+    :math:`d_t`, its signal :math:`u_t` (an estimate of :math:`\langle d_t, \nabla f(x_t)\rangle`) and its squared
+    length :math:`n_t = \|d_t\|^2`. An online learner chooses the multiplier :math:`s_t` of the base rate 1/M:
 
-    .. math:: x_{t+1} = x_t - \mathrm{lr} \cdot s_t \, d_t, \qquad \mathrm{lr} = 1/M.
+    .. math:: x_{t+1} = x_t - \eta_t \, d_t, \qquad \eta_t = \frac{s_t}{M}, \qquad
+        \frac1M = \frac{\mathrm{lr}}{1 - \beta}.
 
-    **By default** it is SGD with momentum, ``torch.optim.SGD(lr=lr * (1 - momentum), momentum=momentum)``, until the
-    curvature that is measured along its steps says that they are too long; then s falls
-    (:class:`sgdol.learners.MeasuredCurvature`). That has been measured, not proved: no step is longer than lr.
+    ``lr`` is the number that ``torch.optim.SGD(lr=lr, momentum=momentum)`` takes: with s = 1 the update is SGD's.
+    (SGD's momentum buffer is a sum of gradients; :math:`d_t` is their average, :math:`1 - \beta` times that sum.)
 
-    **With a proof**, ``SGDOL(params, smoothness=M, **sgdol.PAPER)`` is Algorithm 1 of the paper, whose surrogate losses
+    **By default** s is 1 until the curvature measured along the steps shows that they are too long; then s falls
+    (:class:`sgdol.learners.MeasuredCurvature`). There is no convergence proof for this learner. s is never larger than
+    1. SGDOL cannot correct a rate whose first steps ruin a network, and on CNNs with BatchNorm s hardly ever falls.
+
+    **With a proof**: ``SGDOL(params, smoothness=M, **sgdol.PAPER)`` is Algorithm 1 of the paper. Its surrogate losses
     :math:`\ell_t(\eta) = \frac{M \eta^2}{2} n_t - \eta u_t` (equation 3) bound the decrease of the objective in
-    expectation (Theorem 1), with FTRL as its learner (Theorem 4):
+    expectation (Theorem 1), and FTRL on them converges (Theorem 4):
 
     .. math:: s_t = \mathrm{clip}\!\left(\frac{\alpha + \sum_{j<t} u_j}{\alpha + \sum_{j<t} n_j}, 0, 2\right).
 
-    The theorems hold for the symmetric estimator, for blocks and in a metric as well, not with momentum
+    The theorems also hold for the symmetric estimator, for blocks, in a metric, and with momentum at a lower base rate
     (:mod:`sgdol.theory`).
 
-    The independent gradients come from your training loop, in whichever way it already works:
+    **Where the independent gradients come from**:
 
-    * several ``backward()`` calls before ``step()`` (gradient accumulation): each is one gradient.
-      :func:`sgdol.torch.backward` splits a batch for loops that have none;
-    * DistributedDataParallel and fully_shard (FSDP2): each rank's gradient before it is averaged is one;
+    * :func:`sgdol.torch.backward` splits a batch into two parts, each of which is one gradient;
+    * several ``backward()`` calls before ``step()`` (gradient accumulation): each call is one gradient;
+    * DistributedDataParallel and ``fully_shard`` (FSDP2): the gradient of each rank, before the average, is one;
     * one ``backward()`` per ``step()``: the first call holds its gradient, the second updates (see :attr:`pending`);
-    * ``step(closure)``: the backward passes inside the closure, which is called once.
+    * ``step(closure)``: each backward pass inside the closure, which is called once, is one gradient.
 
-    They must be independent draws of the *same* objective. The same batch twice, or two different loss terms in two
-    ``backward()`` calls, are not.
+    The gradients must be independent draws of the *same* objective. Two passes over the same batch are not independent,
+    and two different loss terms in two ``backward()`` calls are not the same objective.
 
     Args:
-        params: parameters or parameter groups. Every option below may stand in a group. Groups whose granularity is
-            ``"global"`` share a step size if they agree in learner, alpha and kappa.
-        lr: 1/M, the base rate: the first step size, and the largest (with the paper's learner half of the largest). A
-            float or a tensor; schedulers may move it.
-        smoothness: M, instead of lr.
-        alpha: how strongly the learner holds on to lr at first, in units of squared gradient norm; a number per block,
-            or None for kappa times the squared norm of the first gradient (each block its even share by size), which
-            makes the trajectory equivariant to rescaling the objective and the parameters. The paper uses 10.
-        kappa: see alpha; None for 10 with a learner that uses hindsight, as the default does, else 1.
-        estimator: ``"symmetric"`` moves along the mean of all k gradients; ``"paper"`` is Algorithm 1: it moves along
-            the first gradient and uses the second only to measure.
+        params: parameters or parameter groups. Every option below may stand in a group. Groups with granularity
+            ``"global"`` share a step size if they have the same learner, alpha and kappa.
+        lr: the learning rate of SGD with the same momentum. The step size starts there and never exceeds it (with the
+            paper's learner it may double). A float or a tensor; schedulers may change ``lr`` and ``momentum``.
+        smoothness: M, instead of lr: lr is then (1 - momentum)/M.
+        alpha: how strongly the learner keeps the step size at lr at first, in units of squared gradient norm; a number
+            per block. None for kappa times the squared norm of the first gradient (each block its share by size), which
+            makes the run independent of the scale of the objective and of the parameters. The paper uses 10.
+        kappa: see alpha. None for 10 with a learner that uses hindsight, as the default does, else 1.
+        estimator: ``"symmetric"`` moves along the mean of all k gradients. ``"paper"`` is Algorithm 1: it moves along
+            the first gradient and uses the second one only to measure.
         granularity: how many step sizes are learned: ``"global"`` (one), ``"group"`` (one per parameter group),
             ``"tensor"`` (one per parameter tensor) or ``"coordinate"`` (one per scalar, section 6 of the paper).
-        momentum: beta in [0, 1) of :math:`m_t = \beta m_{t-1} + (1-\beta) \bar g_t`: an average, where torch's SGD has
-            a sum, so that the lr of a script with SGD is to be divided by 1 - beta.
-        bias_correction: whether d_t is :math:`m_t/(1-\beta^t)` or :math:`m_t`; None for the latter with a learner that
-            uses hindsight: a first step of full length is too long for a rate at the limit.
-        statistics: with momentum, whose (u, n) the learner sees: those of d_t (``"direction"``), or those of the
-            gradients alone (``"gradient"``), with which FTRL's eta falls sooner under heavy noise.
-        epoch: how many updates an epoch has, where batches are drawn without replacement from few samples
-            (``len(loader)`` if each batch is an update): u is corrected for it. None with replacement.
-        weight_decay: decoupled: :math:`x \leftarrow x - \eta_t (d_t + \mathrm{weight\_decay} \cdot x)`.
-        averaging: None, or the power a >= 0 of a polynomial average of the iterates (see :meth:`averaged`); 8 is usual.
-        learner: an online learner from :mod:`sgdol.learners`; None for MeasuredCurvature.
-        metric: ``"euclidean"``, ``"rms"``, ``"adagrad"`` or an object of :mod:`sgdol.metrics`: the norm in which
-            gradients are measured and directions made. All but the first keep a vector.
-        maximize: ascend instead.
-        foreach: update many tensors at once (more memory, fewer kernel launches) or one by one; None for what suits the
-            device.
+        momentum: beta in [0, 1) of the average :math:`m_t = \beta m_{t-1} + (1-\beta) \bar g_t`.
+        bias_correction: True for :math:`d_t = m_t/(1-\beta^t)`, False for :math:`d_t = m_t`. None for False with a
+            learner that uses hindsight, as the default does, else True.
+        statistics: with momentum, which (u, n) the learner sees: ``"direction"``, those of :math:`d_t`, or
+            ``"gradient"``, those of the gradients alone; with the latter FTRL lowers the step size sooner.
+        epoch: the number of updates in an epoch if batches are drawn without replacement from few samples
+            (``len(loader)`` if each batch is an update): u is corrected for it. None for batches with replacement.
+        weight_decay: decoupled: :math:`x \leftarrow x - \eta_t (d_t + \mathrm{weight\_decay} \cdot x)`. With s = 1 it
+            decays as much as SGD with the same lr, momentum and weight_decay.
+        averaging: the power a >= 0 of a polynomial average of the weights (see :meth:`averaged`), usually 8; None for
+            no average.
+        learner: an online learner of :mod:`sgdol.learners`; None for MeasuredCurvature.
+        metric: the norm in which gradients are measured and directions made: ``"euclidean"``, ``"rms"``, ``"adagrad"``,
+            ``"kronecker"`` or an object of :mod:`sgdol.metrics`.
+        maximize: maximise the objective instead of minimising it.
+        foreach: update many tensors at once (more memory, fewer kernel launches) or one by one; None for the usual
+            choice on the device.
 
     >>> import torch
     >>> _ = torch.manual_seed(0)
     >>> x = torch.nn.Parameter(torch.tensor([3.0, -4.0]))
-    >>> opt = SGDOL([x], lr=50.0)  # with this momentum, a constant step diverges from 38 on
+    >>> opt = SGDOL([x], lr=5.0)  # with this momentum, a constant step diverges from 3.8 on
     >>> for _ in range(200):
     ...     for _ in range(2):  # two independent noisy gradients of ||x||^2 / 2
     ...         ((1 + 0.1 * torch.randn(2)) * x * x / 2).sum().div(2).backward()
     ...     opt.step(); opt.zero_grad()
-    >>> bool(opt.param_groups[0]["step_size"] < 20), bool(x.norm() < 1)
+    >>> bool(opt.param_groups[0]["step_size"] < 2), bool(x.norm() < 1)
     (True, True)
     """
 
@@ -155,8 +160,8 @@ class SGDOL(WatchingOptimizer):
         params = materialise(params)
         if self._catalogue.defaults["lr"] is None and params and not every_group_has_a_rate(params):
             raise ValueError(
-                "lr or smoothness is needed: got neither. lr = 1/M is the largest step size to start from; "
-                "sgdol.SGDOLFree needs neither (experimental)"
+                "lr or smoothness is needed: got neither. lr is the rate that torch.optim.SGD takes with the same "
+                "momentum; sgdol.SGDOLFree needs neither (experimental)"
             )
         self._prepare()
         self._blank = False
@@ -192,9 +197,9 @@ class SGDOL(WatchingOptimizer):
             with torch.enable_grad():
                 result = closure()
         with torch.no_grad():
-            gradients = self._take()
-            if gradients is not None:
-                self._update(gradients)
+            taken = self._take()
+            if taken is not None:
+                self._update(*taken)
         return result
 
     @property
@@ -203,16 +208,16 @@ class SGDOL(WatchingOptimizer):
         return self._pair.pending
 
     def averaged(self) -> AbstractContextManager[None]:
-        r"""Put the averaged weights into the parameters, for evaluation or saving, and take them out again.
+        r"""Context manager: inside, the parameters are the average of the weights, for evaluation or saving.
 
         With ``averaging=a`` every update is followed by
 
         .. math:: \bar x_t = \bar x_{t-1} + \frac{a + 1}{t + a} (x_{t+1} - \bar x_{t-1}),
 
-        a mean in which iterate t counts about :math:`t^a`. Buffers stay what they are: a BatchNorm keeps the statistics
-        of the last weights unless you call :func:`torch.optim.swa_utils.update_bn` inside. What is done to the
-        parameters inside is undone. To resume training later, save the model outside, with the optimizer, whose state
-        holds the average. Parameters of groups without averaging stay what they are.
+        a mean in which the weights of step t count about as :math:`t^a`. Buffers are not averaged: for BatchNorm call
+        :func:`torch.optim.swa_utils.update_bn` inside. Changes to the parameters inside are undone at the end. To
+        resume training later, save the model outside, together with the optimizer, whose state holds the average.
+        Groups without averaging keep their parameters.
 
         >>> x = torch.nn.Parameter(torch.tensor([4.0]))
         >>> opt = SGDOL([x], lr=0.5, momentum=0, averaging=0)
@@ -243,8 +248,10 @@ class SGDOL(WatchingOptimizer):
     def diagnostics(self) -> dict[str, Any]:
         r"""What the optimizer has learned, as plain numbers. Reads them from the device, so not for every step.
 
-        * ``step_size``: eta of the last update, one per parameter group (for finer granularities the length of the move
-          over that of the direction, so that coordinates that never move do not count).
+        * ``step_size``: lr s of the last update, one per parameter group, to be compared with lr: the lr at which SGD
+          would have made this step. The averaged direction is multiplied by eta = step_size/(1 - momentum). For finer
+          granularities s is the length of the move over that of a move with s = 1, so that coordinates that never move
+          do not count.
         * ``signal_to_noise``: :math:`\sum u / \sum (n - u)` over the recent updates: signal and noise of the direction.
           From 0 (a sum of u that noise has made negative counts as 0) to :math:`2^{52}` (no noise at all).
         * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have as
@@ -252,7 +259,7 @@ class SGDOL(WatchingOptimizer):
           (no noise) to infinity (no signal was seen). Both are not a number before the first update.
         * ``updates``, ``skipped`` (non-finite gradients), ``gradients`` (k of the last update), ``pending``.
         * ``cumulative_surrogate``: :math:`\sum_t \ell_t(\eta_t)`, which bounds the change of f in expectation.
-        * ``regret``: that minus what the best fixed multiple of lr would have had, for all blocks the same.
+        * ``regret``: that minus what the best fixed s would have had, for all blocks the same.
         """
         group = self.param_groups[0]
         return {
@@ -263,68 +270,71 @@ class SGDOL(WatchingOptimizer):
 
     # One update -------------------------------------------------------------------------------------------------------
 
-    def _take(self) -> Gradients | None:
-        """The gradients of this step, if they are enough for an update; else hold what there is."""
-        pair, passes, pending = self._pair, self._passes, self.pending
+    def _take(self) -> tuple[Gradients, Blocks] | None:
+        """The gradients of this step and the blocks they are in, if they are enough for an update; else hold them."""
+        pair, passes, finder, groups = self._pair, self._passes, self._finder, self.param_groups
         assert passes is not None
+        assert finder is not None
+        pending = groups[0].get("pending", False)
         members = [
-            [p for p in group["params"] if p.grad is not None or (pending and pair.holds(p))]
-            for group in self.param_groups
+            [p for p in group["params"] if p.grad is not None or (pending and pair.holds(p))] for group in groups
         ]
-        params = [p for some in members for p in some]
+        params = members[0] if len(members) == 1 else [p for some in members for p in some]
         if not params or (pending and all(p.grad is None for p in params)):
             return None
-        self._refuse_sparse(params)
-        unseen = passes.unseen(params)
+        unseen = passes.unseen(params)  # a sparse gradient is not counted
+        if unseen or passes.overlapping:
+            self._refuse_sparse(params)
         if unseen:
             passes.watch()
-            if checkpoint.is_creating(self.param_groups, params, passes.k, self._world()):
-                checkpoint.create(self.param_groups, self.state, self._blanks)
+            if checkpoint.is_creating(groups, params, passes.k, finder.world):
+                checkpoint.create(groups, self.state, self._blanks)
                 self._blank = True
                 return None
         if self._blank:
             self._blank, self._blocks = False, None
             checkpoint.drop_blanks(self.state, pending)
-        layout, world, k = self._layout_of(members), self._world(), passes.k
-        host = self._host and layout.like.device.type == "cpu"
-        pooled = host and world.ranks == 1 and not world.spread and self._blocks_of(layout).pooled()
+        layout, world, k, blocks = self._layout_of(members), finder.world, passes.k, self._blocks
+        if blocks is None or not blocks.serves(layout):
+            learner_of = self._catalogue.learner_of
+            blocks = self._blocks = Blocks(groups, layout, self.state, learner_of, lambda: finder.world)
+        pooled = self._host and layout.like.is_cpu and world.alone and blocks.pooled()
         gradients = None
+        paper = any(group["estimator"] == "paper" for group in groups)  # one gradient of a pair per step, also of ranks
         if pending:
             gradients = pair.take(layout, pooled=pooled)
-        elif k * world.ranks >= 2 and not self._holds_first(k):
-            gradients = passes.take(layout, pooled=pooled)
-            self._warnings.taken(passes.bent, world.remarks)
-        else:
-            pair.hold(params)
-            self._warnings.held(self.param_groups)
-        self._warnings.not_zeroed(passes.left_over)
-        passes.reset(used=True)
-        if unseen:
-            self._assemble()  # from the next backward on they are watched
-        return gradients
-
-    def _holds_first(self, k: int) -> bool:
-        """Whether the paper's estimator waits for the second gradient of its pair; it takes one backward per step."""
-        paper = any(group["estimator"] == "paper" for group in self.param_groups)
-        if paper and k > 1:
+        elif paper and k > 1:
             raise ValueError(
                 f'estimator="paper" takes one backward() per step(), got {k}: the first step() holds its gradient and '
                 'the second updates. estimator="symmetric" uses all gradients of a step'
             )
-        return paper
+        elif k * world.ranks < 2 or paper:
+            pair.hold(params)
+            self._warnings.held(groups)
+        else:
+            gradients = passes.take(layout, pooled=pooled)
+            if passes.known.bent or world.remarks or not self._warnings.several:
+                self._warnings.taken(passes.known.bent, world.remarks)
+        if passes.left_over:
+            self._warnings.not_zeroed()
+        passes.reset(used=True)
+        if unseen:
+            self._assemble()  # from the next backward on they are watched
+        return None if gradients is None else (gradients, blocks)
 
-    def _update(self, gradients: Gradients) -> None:
+    def _update(self, gradients: Gradients, blocks: Blocks) -> None:
         """One update, from its gradients to the new parameters: the whole algorithm."""
         gate = Gate(gradients.squared, gradients.signal, self._host)
-        first, layout, world = self.param_groups[0], gradients.layout, self._world()
+        first, layout = self.param_groups[0], gradients.layout
         totals = first["totals"].to(layout.like) if "totals" in first else diagnostics.zeros(layout.like)
         if gate.skip:
             self._skip(totals)
             return
-        direction = self._directions.make(gradients, gate.number(diagnostics.updates(totals)), gate)
-        learned = self._blocks_of(layout).learn(direction, gradients.squared, gate, world)
-        move(layout, direction, learned.etas, gate)
-        self._metrics.observe(layout, gate.finite(gradients.g), gate)
+        direction = self._directions.make(gradients, totals[0], gate)
+        learned = blocks.learn(direction, gradients.squared, gate)
+        move(layout, direction.d, direction.scales, learned.etas, gate)
+        if not self._metrics.euclidean:
+            self._metrics.observe(layout, gate.finite(gradients.g), gate)
         self._record(layout, learned, totals, gradients.k, gate)
 
     def _skip(self, totals: Tensor) -> None:
@@ -339,19 +349,13 @@ class SGDOL(WatchingOptimizer):
         first["totals"], first["gradients"] = diagnostics.added(totals, learned, gate), k
         for group, eta in zip(layout.groups, learned.step_sizes, strict=True):
             eta = as_number(eta, layout.like)
-            group["step_size"] = gate.choose(eta, as_number(group["step_size"], eta))
-        share(self.param_groups)
+            group["step_size"] = eta if gate.host else gate.choose(eta, as_number(group["step_size"], eta))
+        if len(self.param_groups) > 1:
+            share(self.param_groups)
         if gate.host:
-            self._warnings.updated(layout.groups, learned.step_sizes)
-            self._warnings.identical(gate.squared, gate.signal, layout.params[0].dtype)
-        average_groups(self.param_groups, self.state, layout.params, diagnostics.updates(first["totals"]), gate)
-
-    def _blocks_of(self, layout: Layout) -> Blocks:
-        """The blocks of these parameters: those of the last update, if nothing has changed."""
-        known = self._blocks
-        if known is None or known.layout is not layout or not known.current():
-            known = self._blocks = Blocks(self.param_groups, layout, self.state, self._catalogue.learner_of)
-        return known
+            self._warnings.updated(layout, learned.step_sizes, gate.squared, gate.signal)
+        if any(group["averaging"] is not None for group in self.param_groups):
+            average_groups(self.param_groups, self.state, layout.params, first["totals"][0], gate)
 
     # The parts --------------------------------------------------------------------------------------------------------
 
@@ -366,11 +370,11 @@ class SGDOL(WatchingOptimizer):
             catalogue.asks, lambda group: isinstance(catalogue.metric_of(group), Euclidean), lambda: finder.world
         )
 
-    def _measures_own(self) -> bool:
+    def _measured(self) -> Measured:
         pairs = any(
             group["estimator"] == "paper" or group["granularity"] == "coordinate" for group in self.param_groups
         )
-        return super()._measures_own() and not pairs
+        return "mean" if pairs else super()._measured()
 
     @property
     def _metric_of(self) -> Callable[[dict[str, Any]], Metric]:
@@ -426,6 +430,9 @@ class SGDOL(WatchingOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
+            if "bias_correction" not in group:  # saved by version 0.1, whose lr was the rate of the averaged direction
+                rates = ("lr", "initial_lr", "step_size")
+                group.update({name: group[name] * (1 - group["momentum"]) for name in rates if name in group})
             for name in OPTIONS:  # a state saved by an older version may lack some
                 group.setdefault(name, self.defaults[name])
             group.setdefault("step_size", first_step_size(group))

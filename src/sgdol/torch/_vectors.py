@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,10 +27,13 @@ __all__ = [
     "as_number",
     "dot",
     "is_small",
+    "pieces",
+    "product",
     "sample",
     "scalar_dtype",
     "size",
     "sum_of",
+    "total",
     "wide_dtype",
 ]
 
@@ -38,11 +43,16 @@ Numbers = list[Any]
 """What is known of a vector in numbers. First one number for each tensor, as one float64 tensor; then, for each entry
 whose coordinates have step sizes of their own (:attr:`Layout.coordinates`), an array with a number per coordinate."""
 
+_kind = attrgetter("shape", "dtype", "device")
+
 SMALL = 1 << 14
 """Tensors of at most so many numbers are merged."""
 
 CHUNK = 1 << 18
 """Long products are taken in pieces of so many numbers: temporaries stay in the cache, and float32 sums stay exact."""
+
+PIECE = 1 << 16
+"""Arrays of coordinates are worked on in parts of so many numbers."""
 
 TINY = 1 << 10
 """Products of at most so many numbers are taken in float64: it costs nothing."""
@@ -89,6 +99,24 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     return total.to(wide)
 
 
+def product(a: Tensor, b: Tensor) -> float:
+    """<a, b> as a Python number, of flat tensors on the host."""
+    if TINY < a.numel() <= CHUNK:
+        found: float = torch.dot(a, b).item()
+        if SAFE[0] < abs(found) < SAFE[1] or a.dtype == torch.float64:
+            return found
+    return dot(a, b).item()
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum over a tensor as a float64 scalar on the device."""
+    wide = scalar_dtype(x.device)
+    if x.dtype == wide or x.device.type != "cpu" or x.numel() <= TINY:
+        return x.sum(dtype=wide)
+    # sum(dtype=float64) of float32 converts number by number; pieces summed in float32 are ten times faster.
+    return torch.stack([piece.sum() for piece in x.reshape(-1).split(CHUNK)]).to(wide).sum()
+
+
 def _scaled_dot(a: Tensor, b: Tensor) -> Tensor:
     """<a, b> of float32 whose products leave the range: of multiples by powers of two, which round as they would."""
     tops = [float(x.abs().max()) if x.numel() else 0.0 for x in (a, b)]
@@ -122,7 +150,7 @@ class Layout:
     Args:
         groups: parameter groups, with "granularity".
         members: the parameters that take part, one list per group; groups without any are left out.
-        merges: whether small tensors of a group may be merged.
+        merges: gives the place of a small tensor of a group among those that it may be merged with, or None.
         state: the optimizer's, where vectors are kept.
     """
 
@@ -130,12 +158,11 @@ class Layout:
         self,
         groups: Sequence[dict[str, Any]],
         members: Sequence[Sequence[Tensor]],
-        merges: Callable[[dict[str, Any]], bool],
+        merges: Callable[[dict[str, Any], Tensor], tuple[int, ...] | None],
         state: dict[Any, Any],
     ) -> None:
         self._state = state
-        self.key = [[id(p) for p in some] for some in members]
-        """Tells one choice of parameters from another."""
+        self._members = members
         self.groups = [group for group, some in zip(groups, members, strict=True) if some]
         self.places = [place for place, some in enumerate(members) if some]
         """The place of each of them among the optimizer's groups."""
@@ -144,7 +171,7 @@ class Layout:
         """The place of each parameter's group among :attr:`groups`."""
         self.entries: list[Entry] = []
         for place, (group, some) in enumerate(zip(self.groups, filter(len, members), strict=True)):
-            for params, merged in _arranged(some, merges(group)):
+            for params, merged in _arranged(some, partial(merges, group)):
                 start, shapes = len(self.params), [real_view(local(p.detach())).shape for p in params]
                 sizes = [shape.numel() for shape in shapes]
                 self.params += params
@@ -171,7 +198,10 @@ class Layout:
         """The tensors that have one number each, in order."""
         self.plain = all(type(p) in ORDINARY and not p.is_complex() for p in self.params)
         self._shapes = [real_view(local(p.detach())).shape for p in self.params]
+        self._kinds = list(map(_kind, self.params))
         self._kept: dict[tuple[str, int], Tensor] = {}
+        self._parts: dict[int, tuple[Tensor, list[Tensor]]] = {}  # of the merged entries that are kept
+        self._buffers: dict[int, Tensor] = {}
         self._precisions: dict[int, torch.dtype] = {}
         self._starts = [np.cumsum([0, *entry.sizes[:-1]]) for entry in self.entries]
         # Which tensor each coordinate of a merged entry belongs to; on the host numpy's reduceat and repeat do without.
@@ -188,6 +218,8 @@ class Layout:
 
         Several small tensors are copied; of a large one it is the tensor itself, unless that is narrow.
         """
+        if len(self.entries) == 1:
+            return [self.entry(tensors, 0)]
         return [self.entry(tensors[entry.start : entry.stop], e) for e, entry in enumerate(self.entries)]
 
     def entry(self, tensors: Sequence[Tensor | None], e: int) -> Tensor:
@@ -232,10 +264,22 @@ class Layout:
 
     def parts(self, e: int, x: Tensor) -> list[Tensor]:
         """The parts of one entry, each in its parameter's (real) shape."""
-        entry = self.entries[e]
+        entry, kept = self.entries[e], self._parts.get(id(x))
         if not entry.merged:
             return [x]
+        if kept is not None and kept[0] is x:
+            return kept[1]
         return [part.view(self._shapes[entry.start + i]) for i, part in enumerate(x.split(entry.sizes))]
+
+    def moved_parts(self, e: int, x: Tensor) -> list[Tensor]:
+        """The same, to be read at once and not written to: of a merged entry they may lie in a buffer."""
+        entry = self.entries[e]
+        if not entry.merged or id(x) in self._parts or len(entry.sizes) == 1:
+            return self.parts(e, x)
+        if e not in self._buffers or self._buffers[e].dtype != x.dtype:
+            self._buffers[e] = torch.empty_like(x)
+            self._parts[id(self._buffers[e])] = self._buffers[e], self.parts(e, self._buffers[e])
+        return self.parts(e, self._buffers[e].copy_(x))  # one copy is cheaper than hundreds of new views
 
     def sample(self, vector: Vector) -> Vector:
         """All numbers of small tensors, and a few of each large one, in memory of their own."""
@@ -259,20 +303,18 @@ class Layout:
             return torch.zeros(self._shapes[i], dtype=dtype, device=p.device)
         return piece_of(tensor, self.params[i])
 
-    def current(self) -> bool:
-        """Whether the parameters still have the shapes and types that they had."""
-        return self.reshaped() is None and all(
-            wide_dtype(self.params[i].dtype) == entry.dtype and self.params[i].device == entry.device
-            for entry in self.entries
-            for i in range(entry.start, entry.stop)
-        )
+    def serves(self, members: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether these are the parameters, and still have the shapes and types that they had."""
+        for mine, others in zip(self._members, members, strict=True):
+            if len(mine) != len(others) or not all(map(is_, mine, others)):
+                return False
+        return self.reshaped() is None
 
     def reshaped(self) -> tuple[Tensor, torch.Size] | None:
-        """A parameter that has another shape now, and the shape that it had."""
-        for p, shape in zip(self.params, self._shapes, strict=True):
-            if (p.shape if self.plain else real_view(local(p.detach())).shape) != shape:
-                return p, shape
-        return None
+        """A parameter that has another shape, type or device now, and the shape that it had."""
+        if list(map(_kind, self.params)) == self._kinds:
+            return None
+        return next((p, kind[0]) for p, kind in zip(self.params, self._kinds, strict=True) if _kind(p) != kind)
 
     # Vectors that are kept in the optimizer's state -------------------------------------------------------------------
 
@@ -306,7 +348,9 @@ class Layout:
         x = torch.zeros(entry.shape, dtype=dtype, device=entry.device)
         if fill is not None:
             x.copy_(fill)
-        for p, part, old in zip(self.params[self.rows(e)], self.parts(e, x), held, strict=True):
+        parts = self.parts(e, x)
+        self._parts[id(x)] = x, parts
+        for p, part, old in zip(self.params[self.rows(e)], parts, held, strict=True):
             if old is not None:
                 part.copy_(real_view(local(old)))
             state[p][name] = like_parameter(part, p)
@@ -315,6 +359,8 @@ class Layout:
     def forget(self) -> None:
         """Another layout has written to the state: vectors are made of it anew."""
         self._kept.clear()
+        self._parts.clear()
+        self._buffers.clear()
 
     # Numbers ----------------------------------------------------------------------------------------------------------
 
@@ -322,52 +368,86 @@ class Layout:
         """The sum over each tensor of an entry: one float64 number for each."""
         entry = self.entries[e]
         if not entry.merged:
-            return values.sum(dtype=self.like.dtype).reshape(1)
+            return total(values).reshape(1)
         if values.device.type == "cpu":
             return torch.from_numpy(np.add.reduceat(values.to(torch.float64).numpy(), self._starts[e]))
         return torch.zeros(len(entry.sizes), device=values.device, dtype=self.like.dtype).index_add_(
             0, self._index[e], values.to(self.like.dtype)
         )
 
+    def length(self, e: int, x: Tensor) -> Any:
+        """||x||^2 of one entry: a Python number on the host."""
+        if not x.is_cpu:
+            return dot(x, x)
+        return product(x, x) if self.entries[e].merged else dot(x, x).item()
+
+    def number(self, e: int, x: Tensor, y: Tensor, pooled: bool = False) -> Any:
+        """<x, y> of one entry: one number for each tensor, or an array of products where coordinates have their own.
+
+        Args:
+            e: the entry.
+            x: a part of a vector.
+            y: another.
+            pooled: whether the sum over all tensors is enough: it is a Python number.
+        """
+        entry = self.entries[e]
+        if pooled:
+            return product(x, y) if entry.merged else dot(x, y).item()
+        if entry.coordinates:
+            wide = self.precision(e, x)
+            return x.to(wide) * y.to(wide)
+        if entry.merged:  # in float64, whose range and precision squares of float32 need
+            wide_x = x.to(self.like.dtype)
+            return self.sums(e, wide_x * (wide_x if x is y else y.to(self.like.dtype)))
+        return dot(x, y).to(self.like.device).reshape(1)
+
+    def joined(self, values: Sequence[Any]) -> Numbers:
+        """What :meth:`number` has made of each entry, together."""
+        entries = list(zip(values, self.entries, strict=True))
+        numbers = [value for value, entry in entries if not entry.coordinates]
+        arrays = [value for value, entry in entries if entry.coordinates]
+        return [torch.cat(numbers) if numbers else self.like.new_zeros(0), *arrays]
+
     def products(
-        self, a: Vector, b: Vector, operators: Sequence[Any] | None = None, known: Sequence[Tensor] = ()
+        self, a: Vector, b: Vector, operators: Sequence[Any] | None = None, *, pooled: bool = False
     ) -> Numbers:
-        """<a, D^-1 b> of each tensor, and a D^-1 b of each coordinate where these have step sizes of their own.
+        """<a, D^-1 b> of each tensor, and a D^-1 b of each coordinate; ``pooled``: the sum, a single Python number."""
+        values = self.each(a, b, operators, pooled=pooled)
+        return [sum(values)] if pooled else self.joined(values)
+
+    def each(
+        self,
+        a: Vector,
+        b: Vector,
+        operators: Sequence[Any] | None = None,
+        known: Sequence[Any] = (),
+        *,
+        pooled: bool = False,
+    ) -> list[Any]:
+        """<a, D^-1 b> of each entry: of each of its tensors, or of each coordinate where these have step sizes.
 
         Args:
             a: a vector.
             b: another.
             operators: D of each entry (:mod:`sgdol.torch._metric`); None for D = 1.
-            known: the product of each large entry, if it is known already.
+            known: the product of each entry, summed over its tensors, if it is known already.
+            pooled: whether the sum over the tensors of an entry is enough: a Python number.
         """
-        numbers, arrays = [], []
+        if pooled and known:
+            return list(known)
+        values: list[Any] = []
         for e, entry in enumerate(self.entries):
             x, y = a[e], b[e]
-            if entry.coordinates:
-                wide = self.precision(e, x)
-                y = y.to(wide)
-                arrays.append(x.to(wide) * (y if operators is None else operators[e].sharp(y)))
-            elif entry.merged:
-                # In float64, whose range and precision squares of float32 need.
-                y = y if operators is None else operators[e].sharp(y)
-                wide_x = x.to(self.like.dtype)
-                numbers.append(self.sums(e, wide_x * (wide_x if x is y else y.to(self.like.dtype))))
+            if entry.merged or entry.coordinates:
+                if entry.coordinates:
+                    y = y.to(self.precision(e, x))
+                if operators is not None:
+                    x, y = operators[e].paired(x, y)
+                values.append(self.number(e, x, y, pooled))
             else:
-                product = known[e] if known else dot(x, y) if operators is None else operators[e].inner(x, y)
-                numbers.append(product.to(self.like.device).reshape(1))
-        if not numbers:
-            numbers.append(self.like.new_zeros(0))
-        return [numbers[0] if len(numbers) == 1 else torch.cat(numbers), *arrays]
-
-    def total(self, a: Vector, b: Vector, operators: Sequence[Any], known: Sequence[Tensor] = ()) -> float:
-        """<a, D^-1 b>, summed over all tensors: a Python number. Of large entries it may be known already."""
-        total = 0.0
-        for e, (x, y) in enumerate(zip(a, b, strict=True)):
-            if self.entries[e].merged:
-                total += dot(x, operators[e].sharp(y)).item()
-            else:
-                total += (known[e] if known else operators[e].inner(x, y)).item()
-        return total
+                found = known[e] if known else dot(x, y) if operators is None else operators[e].inner(x, y)
+                values.append(found.item() if pooled else as_number(found, self.like).reshape(1))
+        return values
 
     def precision(self, e: int, x: Tensor) -> torch.dtype:
         """The type of products of single coordinates: float64 also for float32 whose squares leave its range.
@@ -424,6 +504,13 @@ class Layout:
             first = each[[self.group_of[i] for i in self.numbered]]
         return [first, *(values[self.entries[e].group] for e in self.coordinates)]
 
+    def by_entry(self, value: Any) -> list[Any]:
+        """A number, or one for each tensor that has one, by entry: what belongs to its tensors."""
+        if not isinstance(value, Tensor) or not value.dim():
+            return [value] * len(self.entries)
+        sizes = [0 if entry.coordinates else len(entry.sizes) for entry in self.entries]
+        return list(value.split(sizes))
+
     def spread(self, e: int, numbers: Tensor) -> Tensor:
         """One number for each tensor of an entry, at each of its coordinates."""
         if not self.entries[e].merged:
@@ -437,9 +524,18 @@ class Layout:
         return slice(self.entries[e].start, self.entries[e].stop)
 
 
+def pieces(arrays: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
+    """The same part of each array, one part after the other: on the host, what is computed of a part fits the cache."""
+    if arrays[0].device.type != "cpu" or not all(a.is_contiguous() for a in arrays):
+        return [tuple(arrays)]
+    return zip(*(a.view(-1).split(PIECE) for a in arrays), strict=True)
+
+
 def as_number(value: Any, like: Tensor) -> Tensor:
     """A number as a tensor of the type and on the device of ``like``; torch would make a float32 of a Python float."""
-    return value.to(like) if isinstance(value, Tensor) else like.new_tensor(value)
+    if isinstance(value, Tensor):
+        return value.to(like)
+    return torch.scalar_tensor(value, dtype=like.dtype, device=like.device)
 
 
 def sample(tensor: Tensor) -> Tensor:
@@ -457,13 +553,16 @@ def sum_of(x: Tensor, small: bool) -> Tensor:
     """The sum over a tensor, to the last bit what :meth:`Layout.sums` makes of it."""
     if small and x.device.type == "cpu":
         return torch.from_numpy(np.add.reduceat(x.reshape(-1).to(torch.float64).numpy(), [0]))[0]
-    return x.sum(dtype=scalar_dtype(x.device))
+    return total(x)
 
 
-def _arranged(params: Iterable[Tensor], merges: bool) -> list[tuple[list[Tensor], bool]]:
+def _arranged(
+    params: Iterable[Tensor], merges: Callable[[Tensor], tuple[int, ...] | None]
+) -> list[tuple[list[Tensor], bool]]:
     """The parameters of a group, entry by entry, and whether an entry is merged: small tensors of one kind together."""
-    found: dict[Any, list[Tensor]] = {}
+    found: dict[Any, list[tuple[tuple[int, ...], Tensor]]] = {}
     for p in params:
-        small = merges and is_small(p)
-        found.setdefault((p.device, wide_dtype(p.dtype)) if small else id(p), []).append(p)
-    return [(some, not isinstance(kind, int)) for kind, some in found.items()]
+        place = merges(p) if is_small(p) else None
+        found.setdefault(id(p) if place is None else (p.device, wide_dtype(p.dtype)), []).append((place or (), p))
+    ordered = ((kind, sorted(some, key=lambda each: each[0])) for kind, some in found.items())
+    return [([p for _, p in some], not isinstance(kind, int)) for kind, some in ordered]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sgdol.torch._vectors import wide_dtype
+from sgdol.torch._vectors import Layout
 
 __all__ = ["Warnings"]
 
@@ -32,11 +32,13 @@ class Warnings:
         self._method = weakref.WeakMethod(say)
         self._zeros = 0
         self._skips = 0
-        self._several = False
+        self._alike = 0
+        self.several = False
+        """Whether several gradients came in one step."""
 
     def held(self, groups: Sequence[dict[str, Any]]) -> None:
         """A gradient is held. The paper's estimator asks for that, and so does the last batch of an epoch."""
-        if not self._several and any(group["estimator"] != "paper" for group in groups):
+        if not self.several and any(group["estimator"] != "paper" for group in groups):
             self._say(
                 "SGDOL got one backward() before step(), holds its gradient and updates at every second step(): it "
                 "needs two independent gradients to see the noise. To update at every step, split each batch: "
@@ -50,19 +52,18 @@ class Warnings:
             bent: whether gradients were changed after a backward by more than a factor each.
             of_the_world: what the ranks have to say.
         """
-        self._several = True
+        self.several = True
         if bent:
             self.bent()
         for sentence in of_the_world:
             self._say(sentence)
 
-    def not_zeroed(self, left_over: bool) -> None:
+    def not_zeroed(self) -> None:
         """Gradients of the step before were there when the first backward of this one came."""
-        if left_over:
-            self._say(
-                "gradients were not zeroed after the last step(), so that those of this step were added to them. They "
-                "count as agreeing, and the step size grows on noise: call zero_grad() after every step()."
-            )
+        self._say(
+            "gradients were not zeroed after the last step(), so that those of this step were added to them. They "
+            "count as agreeing, and the step size grows on noise: call zero_grad() after every step()."
+        )
 
     def bent(self) -> None:
         """Gradients were changed after a backward by more than a factor each."""
@@ -77,7 +78,7 @@ class Warnings:
     def skipped(self, groups: Sequence[dict[str, Any]]) -> None:
         """An update was skipped because a gradient was not finite."""
         self._skips += 1
-        if self._skips == RUNNING and "lr" not in groups[0]:
+        if self._skips == RUNNING and "rule" in groups[0]:
             self._say(
                 f"SGDOLFree has skipped {RUNNING} steps running: the loss or gradients are not finite. A step that "
                 "goes too far is taken back, so look at the data, the loss and the precision."
@@ -90,14 +91,16 @@ class Warnings:
                 "If the very first gradients were not finite, look at the data and the loss."
             )
 
-    def finite(self) -> None:
-        """An update was not skipped."""
+    def updated(self, layout: Layout, step_sizes: Sequence[Any], squared: float, signal: float) -> None:
+        """An update was made: the step sizes of the groups that took part, and the numbers of its gradients."""
         self._skips = 0
-
-    def updated(self, groups: Sequence[dict[str, Any]], step_sizes: Sequence[Any]) -> None:
-        """An update was made with these step sizes of the groups that took part."""
-        self.finite()
-        if any(float(eta) != 0 for eta in step_sizes) or all(float(group["lr"]) == 0 for group in groups):
+        if self._identical(layout, squared, signal):
+            self._say(
+                "SGDOL was given the same gradient twice, so it cannot see any noise and is SGD at the rate lr. "
+                "Draw a fresh batch for every backward(), split a batch into microbatches, and give each rank its own "
+                "data. If the objective has no noise, all is well."
+            )
+        if any(eta != 0 for eta in step_sizes) or all(float(group["lr"]) == 0 for group in layout.groups):
             self._zeros = 0
             return
         self._zeros += 1
@@ -115,11 +118,19 @@ class Warnings:
         if say is not None:
             say(message)
 
-    def identical(self, length: float, signal: float, dtype: torch.dtype) -> None:
-        """Identical gradients have u = n: the same batch was used twice, or there is no noise at all."""
-        if length > 0 and abs(length - signal) <= 8 * torch.finfo(wide_dtype(dtype)).eps * length:
+    def moved(self, layout: Layout, squared: float, signal: float) -> None:
+        """SGDOLFree has made a step: the numbers of its gradients."""
+        self._skips = 0
+        self._alike = self._alike + 1 if self._identical(layout, squared, signal) else 0
+        if self._alike == RUNNING:
             self._say(
-                "SGDOL was given the same gradient twice, so it cannot see any noise and is plain SGD with step size "
-                "lr. Draw a fresh batch for every backward(), split a batch into microbatches, and give each rank its "
-                "own data. If the objective has no noise, all is well."
+                f"SGDOLFree was given identical gradients in {RUNNING} steps running, so it cannot see any noise and "
+                "makes steps that are too long: the halves of the batch are the same samples, or the ranks have the "
+                "same data. Give each half, and each rank, samples of its own. Ignore this if there is no noise."
             )
+
+    @staticmethod
+    def _identical(layout: Layout, squared: float, signal: float) -> bool:
+        """Identical gradients have u = n: the same batch was used twice, or there is no noise at all."""
+        eps = torch.finfo(layout.entries[0].dtype).eps
+        return squared > 0 and abs(squared - signal) <= 8 * eps * squared

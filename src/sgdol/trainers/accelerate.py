@@ -60,7 +60,7 @@ class Microbatches:
     >>> microbatches = Microbatches(accelerator, model, opt)
     >>> def loss_fn(x):
     ...     return (model(x) - x.sum(1, keepdim=True)).square().mean()
-    >>> for _ in range(100):
+    >>> for _ in range(200):
     ...     loss = microbatches.step(loss_fn, torch.randn(8, 2))
     >>> bool(loss < 1e-3)
     True

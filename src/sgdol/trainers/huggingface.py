@@ -1,19 +1,22 @@
 r"""Hugging Face Transformers: a Trainer for SGDOL and SGDOLFree.
 
-Give :class:`Trainer` an ordinary optimizer by ``optimizers=(opt, None)`` or
-``optimizer_cls_and_kwargs=(SGDOLFree, {})``. It is :class:`transformers.Trainer` with three mixins, which your own
-Trainer may have as well:
+In place of ``from transformers import Trainer, TrainingArguments`` write
+``from sgdol.trainers.huggingface import Trainer, TrainingArguments``. Then ``TrainingArguments(optim="sgdol_free")``
+trains without a learning rate, and ``optim="sgdol"`` with ``learning_rate``. Give an optimizer with other options by
+``optimizers=(opt, None)`` or ``optimizer_cls_and_kwargs=(SGDOLFree, {"metric": "adagrad"})``.
 
-* :class:`Microbatches` splits each batch in two, so that every step has two independent gradients, and gives SGDOLFree
-  its closure. With ``gradient_accumulation_steps=k`` each of the k batches is one gradient, and nothing is split.
+:class:`Trainer` is :class:`transformers.Trainer` with three mixins, which your own Trainer may have as well:
+
+* :class:`Microbatches` splits each batch in two, so that every step has two independent gradients, and lets SGDOLFree
+  run them again. With ``gradient_accumulation_steps=k`` each of the k batches is one gradient, and nothing is split.
 * :class:`AveragedWeights` evaluates and saves at the average, where the optimizer has one.
 * :class:`StepSizeMonitor` logs the learned step size.
 
-Two of ``TrainingArguments`` deserve a look:
+Two of the arguments deserve a look (``optim="sgdol"`` and ``"sgdol_free"`` choose them as said here):
 
-* ``lr_scheduler_type``: the default lets lr fall linearly to 0. SGDOL's step size is lr times what it has learned, so
-  it would fall twice; SGDOLFree has no lr at all. ``"constant"`` leaves the decision to the optimizer.
-* ``max_grad_norm``: the default clips gradients at 1. SGDOLFree takes 0 only, which is never.
+* ``lr_scheduler_type``: the default lets lr fall linearly to 0. The step size is lr times what has been learned, for
+  both optimizers (for SGDOLFree lr is 1), so it would fall twice. ``"constant"`` leaves the decision to the optimizer.
+* ``max_grad_norm``: the default clips gradients at 1; 0 is never. Both optimizers take either.
 
 Models that count tokens (``num_items_in_batch``) weight each of the k gradients by its share :math:`\omega_i` of the
 tokens: :math:`S = \sum_i \omega_i g_i`. SGDOL takes them as equal and estimates
@@ -32,7 +35,9 @@ it nothing.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+from functools import partial
 from typing import Any
 
 from sgdol._extras import require
@@ -42,25 +47,28 @@ require("sgdol.trainers.huggingface", "trainers", "transformers")
 import torch
 from torch import Tensor
 from transformers import Trainer as _Trainer
+from transformers import TrainingArguments as _TrainingArguments
 
-from sgdol.torch import SGDOLFree
-from sgdol.torch._backward import split
+from sgdol.torch import SGDOL, SGDOLFree
+from sgdol.torch._backward import repeatable, split, watched
 from sgdol.torch._log import finite, scalars
 from sgdol.trainers._average import Average, inner, put_back
-from sgdol.trainers._parts import refuse_clipping
 
-__all__ = ["AveragedWeights", "Microbatches", "StepSizeMonitor", "Trainer"]
+__all__ = ["AveragedWeights", "Microbatches", "StepSizeMonitor", "Trainer", "TrainingArguments"]
+
+OPTIMIZERS: dict[str, type[SGDOL | SGDOLFree]] = {"sgdol": SGDOL, "sgdol_free": SGDOLFree}
+"""What ``optim`` may be besides the names that transformers knows."""
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(_TrainingArguments)}
 
 ITERATE = "sgdol_iterate.pt"
 """The file of a checkpoint with the weights that training goes on from."""
 
 
 class Microbatches:
-    """Splits each batch into parts, and gives SGDOLFree its closure; a mixin for Trainers of your own.
+    """Splits each batch into parts, and lets SGDOLFree run them again; a mixin for Trainers of your own.
 
     A batch is split along the first axis of its tensors, unless there are several independent gradients already: from
-    ``gradient_accumulation_steps`` or from other ranks. SGDOLFree gets its accumulated batches together, at the last
-    of them, because it may evaluate them at another point as well.
+    ``gradient_accumulation_steps`` or from other ranks.
 
     Attributes:
         parts: into how many parts; 1 for none, which SGDOLFree cannot do with. SGDOL then makes an update of every two
@@ -72,53 +80,29 @@ class Microbatches:
     """
 
     parts: int = 2
-    optimizer: Any
-    lr_scheduler: Any
     args: Any
     accelerator: Any
     current_gradient_accumulation_steps: Any
     compute_loss_func: Any
     get_batch_samples: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._kept_batches: list[Any] = []
-        chosen = getattr(self, "optimizer_cls_and_kwargs", None)
-        if _is_free(self.optimizer) or (chosen and isinstance(chosen[0], type) and issubclass(chosen[0], SGDOLFree)):
-            _refuse_what_free_cannot(self.args)
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """A scheduler as ``lr_scheduler_type`` says; for SGDOLFree one that does nothing."""
-        if self.lr_scheduler is None and _is_free(self.optimizer):
-            self.lr_scheduler = _NoSchedule(inner(self.optimizer))
-        return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
-
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """The backward passes of a batch; for SGDOLFree the whole step, once all batches of the step are here."""
+        """The backward passes of a batch, in parts, which SGDOLFree can run again."""
         batches = self.current_gradient_accumulation_steps
-        if not _is_free(self.optimizer):
-            return self._run_passes(model, [inputs], num_items_in_batch, batches)
-        self._kept_batches.append(inputs)
-        if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)  # its loss comes with that of the last one
-        window, self._kept_batches = self._kept_batches[-batches:], []  # none of a step that was never made
-        losses: list[Tensor] = []
-
-        def closure() -> Tensor:
-            losses.append(self._run_passes(model, window, num_items_in_batch, batches))
-            return losses[-1]
-
-        self.optimizer.step(closure)
-        # Trainer is about to call step() itself, which Accelerate does not pass on while batches are accumulated.
-        self.accelerator.gradient_state._set_sync_gradients(False)
-        return losses[0]
-
-    def _run_passes(self, model: torch.nn.Module, window: list[Any], items: Any, batches: int) -> Tensor:
-        """The passes of these batches, and the sum of their losses as the Trainer weighs them."""
         if batches == 1 and self.args.world_size == 1 and self.parts > 1:
-            passes = self._split(window[0], items)
+            passes = self._split(inputs, num_items_in_batch)
         else:
-            passes = [(batches, inputs, items) for inputs in window]
+            passes = [(batches, inputs, num_items_in_batch)]
+        return repeatable(partial(self._run_passes, model, passes, batches), len(passes))
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss, whose backward is noted."""
+        found = super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        watched(found[0] if isinstance(found, tuple) else found)
+        return found
+
+    def _run_passes(self, model: torch.nn.Module, passes: list[tuple[float, Any, Any]], batches: int) -> Tensor:
+        """Run these passes: the sum of their losses as the Trainer weighs them."""
         total = torch.zeros((), device=self.args.device)
         try:
             for number, (divisor, inputs, count) in enumerate(passes, start=1):
@@ -212,45 +196,49 @@ class StepSizeMonitor:
     optimizer: Any
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log this, and what the optimizer has learned if it is about training."""
-        if "loss" in logs:
+        """Log this, and what SGDOL or SGDOLFree has learned if it is about training."""
+        if "loss" in logs and inner(self.optimizer) is not None:
             logs.update(finite(scalars(self.optimizer), prefix="sgdol/"))
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+@dataclasses.dataclass
+class TrainingArguments(_TrainingArguments):
+    """:class:`transformers.TrainingArguments` that know ``optim="sgdol"`` and ``optim="sgdol_free"`` as well.
+
+    With these two names a ``lr_scheduler_type`` that is left at its default becomes ``"constant"``, and with
+    ``"sgdol_free"`` a ``max_grad_norm`` that is left at its default becomes 0. ``"sgdol"`` takes ``learning_rate``, the
+    number that SGD with momentum 0.9 would take; ``"sgdol_free"`` does not use it. Both take ``weight_decay``.
+
+    >>> args = TrainingArguments(output_dir="out", optim="sgdol_free", use_cpu=True, report_to="none")
+    >>> args.optim, args.lr_scheduler_type.value, args.max_grad_norm
+    ('sgdol_free', 'constant', 0.0)
+    """
+
+    optim: str = dataclasses.field(
+        default=_DEFAULTS["optim"], metadata={"help": "sgdol, sgdol_free, or a name that transformers knows."}
+    )
+
+    def __post_init__(self) -> None:
+        chosen = self.optim
+        own = chosen in OPTIMIZERS
+        if own:
+            if self.lr_scheduler_type == _DEFAULTS["lr_scheduler_type"]:
+                self.lr_scheduler_type = "constant"
+            if chosen == "sgdol_free" and self.max_grad_norm == _DEFAULTS["max_grad_norm"]:
+                self.max_grad_norm = 0.0
+            self.optim = "sgd"  # a name that is known; nothing is made of it
+        super().__post_init__()
+        if own:
+            self.optim = chosen
 
 
 class Trainer(Microbatches, AveragedWeights, StepSizeMonitor, _Trainer):
     """:class:`transformers.Trainer` for SGDOL and SGDOLFree: with the three mixins of this module."""
 
-
-class _NoSchedule:
-    """In place of a scheduler, for an optimizer that has no lr. The Trainer logs its step size as ``learning_rate``."""
-
-    def __init__(self, optimizer: SGDOLFree) -> None:
-        self.optimizer = optimizer
-
-    def step(self, *args: Any) -> None:
-        """Nothing."""
-
-    def get_last_lr(self) -> list[float]:
-        """The step sizes."""
-        return [group["step_size"] for group in self.optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing."""
-
-
-def _is_free(optimizer: Any) -> bool:
-    return isinstance(inner(optimizer), SGDOLFree)
-
-
-def _refuse_what_free_cannot(args: Any) -> None:
-    if args.lr_scheduler_type != "constant":
-        raise ValueError(
-            "SGDOLFree has no learning rate that a scheduler could move: it chooses every step size itself. Give "
-            f'TrainingArguments(lr_scheduler_type="constant"), got {str(args.lr_scheduler_type.value)!r}'
-        )
-    refuse_clipping("max_grad_norm", args.max_grad_norm, "0")
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """The class and the arguments of the optimizer that ``args.optim`` names."""
+        if args.optim in OPTIMIZERS:
+            return OPTIMIZERS[args.optim], {"lr": args.learning_rate} if args.optim == "sgdol" else {}
+        return _Trainer.get_optimizer_cls_and_kwargs(args, model)

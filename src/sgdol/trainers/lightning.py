@@ -8,6 +8,10 @@
   ``averaging``.
 * :class:`StepSizeMonitor` logs the learned step size.
 
+``LightningCLI`` takes them by their import paths: ``--optimizer sgdol.SGDOLFree
+--trainer.callbacks+=sgdol.trainers.lightning.Microbatches
+--trainer.callbacks+=sgdol.trainers.lightning.AveragedWeights``.
+
 Without :class:`Microbatches`, SGDOL takes each batch as one of k gradients with ``accumulate_grad_batches=k``; without
 accumulation two consecutive batches make an update and ``trainer.global_step`` advances by two. The same holds for
 manual optimization. Each batch passes through the model once. Lightning divides the loss by

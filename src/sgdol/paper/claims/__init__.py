@@ -72,7 +72,7 @@ UNCHECKED: tuple[tuple[str, str], ...] = (
     (
         "the variance can change over time. For example, it may decrease over time if f(x) = E[f_j(x)] and each f_j has"
         " zero gradient at the local optimum we are converging to. (section 4)",
-        "a remark on what may be; docs/convexity.md has the rate for noise that vanishes with the gradient",
+        "a remark on what may be; docs/explanation/convexity.md has the rate for noise that vanishes with the gradient",
     ),
     (
         "the assumption of the independence of η_t from the stochasticity of the current step is essential according to"
@@ -90,7 +90,7 @@ UNCHECKED: tuple[tuple[str, str], ...] = (
     (
         "future work will focus on extending their use to other scenarios […] privacy […] convexity […] eliminate the"
         " need of knowing M (section 8)",
-        "plans; docs/private.md, docs/convexity.md and docs/unknown_smoothness.md are what became of them here",
+        "plans; see private.md, convexity.md and unknown_smoothness.md in docs/explanation",
     ),
     (
         "SGD is widely known to enjoy good empirical properties, but our learning rate schedule is very unique",

@@ -10,7 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -135,12 +135,23 @@ def _settings(configuration: Any) -> dict[str, Any]:
     }
 
 
-def _times(timings: Mapping[str, float]) -> dict[str, float]:
-    """The seconds of each experiment and noise, and all together: runs that went side by side are added."""
+class _Time(NamedTuple):
+    part: str
+    seconds: float
+    share: float
+    """Of all the seconds."""
+
+
+def _times(timings: Mapping[str, float]) -> list[_Time]:
+    """The seconds of each experiment and noise, the longest first, and all together; of runs side by side, the sum."""
     groups: dict[str, float] = defaultdict(float)
     for part, seconds in timings.items():
         groups[": ".join(part.split(": ")[:2])] += seconds
-    return {**groups, "altogether": sum(groups.values())} if groups else {}
+    total = sum(groups.values())
+    longest_first = sorted(groups, key=lambda part: -groups[part])
+    return [_Time(part, groups[part], groups[part] / (total or 1)) for part in longest_first] + (
+        [_Time("altogether", total, 1.0)] if groups else []
+    )
 
 
 def write_report(

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import weakref
 
+import torch.distributed as dist
 from torch import Tensor
 
 from sgdol.torch._world._alone import Alone, Listener, Own, Tap, World
-from sgdol.torch._world._ddp import DataParallel, Unwrapped, find_wrapper, several, wrappings
-from sgdol.torch._world._fsdp import Sharded
+from sgdol.torch._world._ddp import DataParallel, Unwrapped, find_wrapper, wrappings
+from sgdol.torch._world._fsdp import Measured, Sharded
 from sgdol.torch._world._pieces import (
     ORDINARY,
     fitted,
@@ -26,6 +27,7 @@ __all__ = [
     "ORDINARY",
     "Finder",
     "Listener",
+    "Measured",
     "Own",
     "Tap",
     "World",
@@ -40,6 +42,13 @@ __all__ = [
 
 _ALONE = Alone()
 
+AVAILABLE = dist.is_available()
+
+
+def several() -> bool:
+    """Whether there are other ranks."""
+    return AVAILABLE and dist.is_initialized() and dist.get_world_size() > 1
+
 
 class Finder:
     """Finds out in which world an optimizer is, and again when that may have changed.
@@ -48,22 +57,19 @@ class Finder:
 
     Args:
         params: all parameters of the optimizer.
-        own: whether this rank's own gradients are all that has to be measured of them (see ``_fsdp``).
+        measured: what is measured of gradients that are in pieces (see ``_fsdp``).
         optimizer: whose they are.
     """
 
-    def __init__(self, params: list[Tensor], own: bool, optimizer: object) -> None:
+    def __init__(self, params: list[Tensor], measured: Measured, optimizer: object) -> None:
         self._params = params
         self._optimizer = weakref.ref(optimizer)
         self._name = type(optimizer).__name__
         self._wrappings = -1
-        self._sharded = Sharded(params, own, self._name) if any(map(is_sharded, params)) else None
+        self._sharded: World | None = Sharded(params, measured, self._name) if any(map(is_sharded, params)) else None
         self._found: World | None = self._sharded
-
-    @property
-    def here(self) -> World:
+        self.here: World = _ALONE if self._sharded is None else self._sharded
         """Where gradients arrive: as far as can be told before any has."""
-        return _ALONE if self._sharded is None else self._sharded
 
     @property
     def world(self) -> World:

@@ -95,6 +95,10 @@ class World:
 
     ranks: int = 1
     """How many ranks have an independent gradient in each backward."""
+    alone: bool = True
+    """Whether neither gradients nor pieces of parameters are on other ranks."""
+    overwrites: bool = False
+    """Whether a backward may write to the memory of gradients that earlier ones have left."""
     spread: bool = False
     """Whether parameters are in pieces on several ranks."""
     remarks: tuple[str, ...] = ()
@@ -121,9 +125,9 @@ class World:
         """Everything that sums over ranks need, in one message: all that this rank knows becomes what all know."""
         return own
 
-    def mean(self, value: float) -> float:
-        """The mean over the ranks of a number that each has of its own data."""
-        return value
+    def mean(self, *values: float) -> list[float]:
+        """The means over the ranks of numbers that each has of its own data: on all ranks the same."""
+        return list(values)
 
     def averages(self, param: Tensor) -> bool:
         """Whether ``.grad`` is the mean of what the ranks had."""
@@ -139,10 +143,10 @@ Alone = World
 class _Arriving:
     """The hook of one leaf; a DTensor's gradient is cut as the leaf is."""
 
-    __slots__ = ("_leaf", "_listener")
+    __slots__ = ("_cut", "_leaf", "_listener")
 
-    def __init__(self, listener: Listener, leaf: Tensor) -> None:
-        self._listener = listener
+    def __init__(self, listener: Listener, leaf: Tensor, cut: list[tuple[int, int, int]] | None) -> None:
+        self._listener, self._cut = listener, cut
         self._leaf = weakref.ref(leaf) if is_sharded(leaf) else None
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
@@ -150,9 +154,20 @@ class _Arriving:
         if gradient is None:
             return
         leaf = None if self._leaf is None else self._leaf()
-        self._listener.arrived(plain(gradient) if leaf is None else placed_like(gradient, leaf))
+        piece = plain(gradient) if leaf is None else placed_like(gradient, leaf)
+        if self._cut is not None:
+            for dimension, start, length in self._cut:
+                piece = piece.narrow(dimension, start, length)
+            piece = piece.clone()  # a view would keep the whole gradient alive
+        self._listener.arrived(piece)
 
 
-def arriving(listener: Listener, leaf: Tensor) -> Any:
-    """The hook that tells the listener of gradients that arrive at this leaf."""
-    return _Arriving(listener, leaf)
+def arriving(listener: Listener, leaf: Tensor, cut: list[tuple[int, int, int]] | None = None) -> Any:
+    """The hook that tells the listener of gradients that arrive at this leaf, or of a piece of them.
+
+    Args:
+        listener: who wants to know.
+        leaf: where they arrive.
+        cut: (dimension, start, length) of each cut that leaves the piece; None for all of the gradient.
+    """
+    return _Arriving(listener, leaf, cut)

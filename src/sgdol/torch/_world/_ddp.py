@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sgdol.torch._world._alone import Own, World
 
-__all__ = ["DataParallel", "Unwrapped", "check_counts", "find_wrapper", "several", "wrappings"]
+__all__ = ["DataParallel", "Unwrapped", "check_counts", "find_wrapper", "wrappings"]
 
 FAITHFUL = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 """Communication hooks that return the mean of what the ranks had, up to rounding."""
@@ -34,11 +34,14 @@ class DataParallel(World):
         name: of the optimizer, for what the user is told.
     """
 
+    overwrites = True  # gradients may be views of buckets
+
     def __init__(self, wrapper: DistributedDataParallel, name: str) -> None:
         self._group = wrapper.process_group
         self._name = name
         self._wrapper = weakref.ref(wrapper)
         self.ranks = dist.get_world_size(self._group)
+        self.alone = self.ranks == 1
         hooks = [getattr(hook, "__name__", repr(hook)) for hook, _ in getattr(wrapper, "_comm_hooks", ())]
         unknown = next((hook for hook in hooks if hook not in FAITHFUL), None)
         if unknown is not None:
@@ -68,13 +71,13 @@ class DataParallel(World):
         squares = [(s / self.ranks**2).view(o.shape).to(o) for s, o in zip(squares, own.squares, strict=True)]
         return own._replace(q=(q / self.ranks**2).to(own.q), seen=seen.to(own.q), squares=squares)
 
-    def mean(self, value: float) -> float:
-        """One all-reduce of one number."""
+    def mean(self, *values: float) -> list[float]:
+        """One all-reduce of a few numbers."""
         self._refuse_join()
         device = next(self._wrapper().parameters()).device  # type: ignore[union-attr]
-        total = torch.tensor([value], dtype=torch.float64, device=device)
+        total = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(total, group=self._group)
-        return total.item() / self.ranks
+        return (total / self.ranks).tolist()
 
     def _refuse_join(self) -> None:
         """Ranks that have run out of inputs answer for DistributedDataParallel, not for this sum: it would hang."""
@@ -97,14 +100,6 @@ class Unwrapped(World):
             "drift apart: use DistributedDataParallel, or one backward() per step(). If every rank trains a model "
             "of its own, all is well.",
         )
-
-
-AVAILABLE = dist.is_available()
-
-
-def several() -> bool:
-    """Whether there are other ranks."""
-    return AVAILABLE and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def check_counts(sums: Tensor, ranks: int) -> None:

@@ -7,17 +7,21 @@ registered in the module while it runs. A hook in front of such a leaf's gradien
 computed on this rank, before the gradients of all ranks are averaged and scattered: each rank is one independent
 gradient, as it is under DistributedDataParallel, whether the backward communicates or not.
 
-That holds for numbers that are sums over the rank's whole gradient in Euclid's norm. What has to be known per
-coordinate, the paper's two gradients, and lengths in a metric, whose diagonal is in pieces like the parameter, are
-measured on what each backward adds to the sharded ``.grad``: then a backward is one gradient, whatever the number of
-ranks (``own`` below, and nowhere else).
+What is measured of such a gradient is one of three (:data:`Measured`, known here and nowhere else):
+
+* "whole": the sum over the rank's whole gradient, in Euclid's norm.
+* "piece": in a metric, whose diagonal is in pieces like the parameter, the sum over the piece that the rank has of the
+  parameter, times the number of pieces. Ranks draw their data from one distribution, so which of them measures a
+  coordinate makes no difference to the mean: the estimate is unbiased, and costs no message.
+* "mean": what each backward adds to the sharded ``.grad``. Then a backward is one gradient, whatever the number of
+  ranks. For what has to be known per coordinate, and for the paper's two gradients.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,9 +29,11 @@ from torch import Tensor
 
 from sgdol.torch._world._alone import Listener, Own, Tap, World, arriving
 from sgdol.torch._world._ddp import check_counts
-from sgdol.torch._world._pieces import is_sharded, whole
+from sgdol.torch._world._pieces import is_sharded, local, whole
 
-__all__ = ["Sharded"]
+__all__ = ["Measured", "Sharded"]
+
+Measured = Literal["whole", "piece", "mean"]
 
 
 class _Spread(NamedTuple):
@@ -38,7 +44,7 @@ class _Spread(NamedTuple):
     ranks: int
     """How many ranks have a gradient of their own data; 0 if nobody averages them."""
     measured: int
-    """On how many ranks the distinct pieces of one rank's own gradient are: more than one for tensor parallelism."""
+    """On how many ranks the distinct pieces of what is measured of one rank's own gradient are."""
     module: Any
     """The module that averages them."""
 
@@ -48,15 +54,15 @@ class Sharded(World):
 
     Args:
         params: all parameters of the optimizer; some or all are DTensors.
-        own: whether this rank's own gradients are measured before they are averaged.
+        measured: what is measured of gradients.
         name: of the optimizer, for what the user is told.
     """
 
-    spread = True
+    spread, alone = True, False
 
-    def __init__(self, params: list[Tensor], own: bool, name: str) -> None:
+    def __init__(self, params: list[Tensor], measured: Measured, name: str) -> None:
         self._params = params
-        self._own = own
+        self._measured, self._own = measured, measured != "mean"
         self._spread = {p: _Spread(_pieces(p), 0, 0, None) for p in params}
         self._modules = _owned_parameters({id(p) for p in params})
         self._managed = {p for owned in self._modules.values() for *_, p in owned}
@@ -88,11 +94,14 @@ class Sharded(World):
         """A module starts to compute with the leaf in place of the parameter."""
         others = whole(leaf).device_mesh.size() if is_sharded(leaf) else 1
         ranks = whole(param).device_mesh.size() // others
-        self._spread[param] = _Spread(_pieces(param), ranks, _pieces(leaf), module)
+        self._spread[param] = _Spread(
+            _pieces(param), ranks, _pieces(leaf if self._measured == "whole" else param), module
+        )
         listener = self._listeners.get(param)
         if listener is not None and leaf.requires_grad:
+            cut = _cut(param, leaf) if self._measured == "piece" else None
             tap = self._leaves.setdefault(param, Tap())
-            tap.attach(leaf, arriving(listener, leaf) if self._own else lambda _: listener.begun())
+            tap.attach(leaf, arriving(listener, leaf, cut) if self._own else lambda _: listener.begun())
 
     def reduces(self, param: Tensor) -> bool:
         """fully_shard keeps what it has not reduced yet to itself."""
@@ -115,6 +124,11 @@ class Sharded(World):
         """Let every module gather its parameters anew: some may have kept a copy."""
         for module in self._modules:
             module.reshard()
+
+    def mean(self, *values: float) -> list[float]:
+        """Over all ranks: of those that share one gradient all have the same loss, up to rounding."""
+        like = torch.tensor(values, dtype=torch.float64)
+        return (self._sum(like) / self._reduction()[1]).tolist()
 
     def total(self, params: list[Tensor], rows: Tensor) -> Tensor:
         """Over all pieces, each counted once."""
@@ -165,6 +179,19 @@ def _pieces(tensor: Tensor) -> int:
     for dimension, placement in enumerate(whole(tensor).placements):
         product *= 1 if placement.is_replicate() else mesh.size(dimension)
     return product
+
+
+def _cut(param: Tensor, leaf: Tensor) -> list[tuple[int, int, int]]:
+    """Where this rank's piece of a parameter is in the leaf: (dimension, start, length) of each cut."""
+    dtensor, found = whole(param), []
+    inner = whole(leaf).device_mesh.ndim if is_sharded(leaf) else 0  # fully_shard cuts what tensor parallelism has cut
+    for d, placement in enumerate(dtensor.placements[: dtensor.device_mesh.ndim - inner]):
+        if not placement.is_replicate():
+            size = local(leaf.detach()).shape[placement.dim]
+            share = -(-size // dtensor.device_mesh.size(d))
+            start = min(share * dtensor.device_mesh.get_local_rank(d), size)
+            found.append((placement.dim, start, min(share, size - start)))
+    return found
 
 
 def _weight(spread: _Spread) -> float:

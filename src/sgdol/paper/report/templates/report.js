@@ -95,7 +95,13 @@
       const size = Math.abs(value);
       return size >= 1e4 || size < 1e-3 ? value.toExponential(2).replace("e+", "e") : String(Number(value.toPrecision(3)));
     };
+    // Of 1, 2 and 5 times a power of ten, the smallest step that cuts the range into at most five.
+    const step = (high) => {
+      const power = 10 ** Math.floor(Math.log10(high / 5));
+      return [1, 2, 5, 10].map((digit) => digit * power).find((size) => high / size <= 5 + 1e-9);
+    };
     let chosen = new Set();
+    let reading = null; // {panel, t}: what the read-out shows; it stays when the quantity or the methods change
 
     const methodsOf = (experiment) =>
       Object.keys(data.looks).filter((m) => experiment.panels.some((panel) => panel.curves[m]));
@@ -108,7 +114,7 @@
         high = Math.max(high, v);
       }
       if (low > high) return log ? [0.1, 1] : [0, 1];
-      if (!log) return [0, 1.05 * high || 1];
+      if (!log) return [0, Math.ceil(high / step(high || 1)) * step(high || 1) || 1];
       low = Math.max(low, high * 1e-14);
       return [10 ** Math.floor(Math.log10(low)), 10 ** Math.ceil(Math.log10(high) + 1e-9)];
     };
@@ -135,13 +141,16 @@
       }
       draw("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, svg).textContent = "iteration";
       const decades = Math.round(Math.log10(high / low)), every = Math.ceil(decades / 6);
+      const within = decades <= 2 ? [1, 2, 5] : [1];
       const ticks = log
         ? Array.from({ length: Math.floor(decades / every) + 1 }, (_, i) => low * 10 ** (i * every))
-        : [0, 1, 2, 3, 4].map((i) => (i * high) / 4);
+          .flatMap((power) => within.map((digit) => digit * power)).filter((v) => v <= high * (1 + 1e-9))
+        : Array.from({ length: Math.round(high / step(high)) + 1 }, (_, i) => i * step(high));
       for (const v of ticks) {
         draw("line", { x1: left, x2: width - right, y1: y(v), y2: y(v), class: "grid" }, svg);
         draw("text", { x: left - 5, y: y(v) + 4, "text-anchor": "end" }, svg).textContent =
-          log ? (Math.abs(Math.log10(v)) < 3.5 ? Number(v.toPrecision(1)) : `1e${Math.round(Math.log10(v))}`) : short(v);
+          log ? (Math.abs(Math.log10(v)) < 3.5 ? Number(v.toPrecision(1)) : Number(v.toPrecision(1)).toExponential().replace("e+", "e"))
+            : short(Number(v.toPrecision(6)));
       }
       for (const m of shown) {
         const { t } = panel.curves[m], { mean, low: least, high: most } = panel.curves[m][quantity];
@@ -167,9 +176,13 @@
       const dots = draw("g", {}, svg);
       let at = null;
       const read = (t) => {
-        if (!shown.length) return;
         at = Math.min(Math.max(t, 1), last);
+        reading = { panel: panel.title, t: at };
         dots.replaceChildren();
+        if (!shown.length) {
+          $("curves-readout").replaceChildren(`${panel.title}: none of the chosen methods has this quantity.`);
+          return;
+        }
         const found = shown.map((m) => {
           const times = panel.curves[m].t;
           const i = times.reduce((best, each, j) => (Math.abs(Math.log(each / at)) < Math.abs(Math.log(times[best] / at)) ? j : best), 0);
@@ -195,11 +208,12 @@
       });
       svg.addEventListener("pointerleave", () => { cursor.setAttribute("visibility", "hidden"); dots.replaceChildren(); });
       svg.addEventListener("keydown", (event) => {
-        const step = { ArrowRight: 1.25, ArrowLeft: 0.8, Home: 0, End: Infinity }[event.key];
-        if (step === undefined) return;
+        const factor = { ArrowRight: 1.25, ArrowLeft: 0.8, Home: 0, End: Infinity }[event.key];
+        if (factor === undefined) return;
         event.preventDefault();
-        read(step === 0 ? 1 : step === Infinity ? last : (at ?? last) * step);
+        read(factor === 0 ? 1 : factor === Infinity ? last : (at ?? last) * factor);
       });
+      if (reading?.panel === panel.title) read(reading.t);
       return box;
     };
 
@@ -232,6 +246,7 @@
         });
         return button;
       }));
+      reading = null;
       $("curves-readout").replaceChildren("Point at a panel to read its curves.");
       redraw();
     };

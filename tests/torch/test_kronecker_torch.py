@@ -1,0 +1,198 @@
+"""Both optimizers in the Kronecker metric: against the references, and what a run with it must survive."""
+
+import copy
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from closures import closure_of
+from test_exact_vectors import flat
+from torch import nn
+
+from sgdol import SGDOL, SGDOLFree
+from sgdol.metrics import Kronecker
+from sgdol.reference import replay
+from sgdol.reference_free import sgdol_free
+from sgdol.reference_kronecker import kronecker
+
+SHAPES = [(4,), (2, 2, 2), (3, 4), (17, 2)]
+SIZES = [4, 8, 12, 34]
+D = sum(SIZES)
+
+
+def parameters(start=None, dtype=torch.float64):
+    pieces = np.split(np.zeros(D) if start is None else start, np.cumsum(SIZES)[:-1])
+    return [nn.Parameter(torch.tensor(x.reshape(shape), dtype=dtype)) for x, shape in zip(pieces, SHAPES, strict=True)]
+
+
+def gradients(steps, k):
+    """Correlated coordinates, with a mean that turns around."""
+    rng = np.random.default_rng(0)
+    mean = 2 * (-1.0) ** (np.arange(steps) // 5)[:, None, None] * rng.normal(size=D)
+    return (mean + rng.normal(size=(steps, k, D))) @ rng.normal(size=(D, D)) / 5
+
+
+@pytest.mark.parametrize("host", [True, False], ids=["on the host", "as on a device"])
+@pytest.mark.parametrize("k", [2, 3])
+def test_sgdol_equals_the_reference(k, host):
+    recorded = gradients(24, k)
+    tensors = np.repeat(range(len(SIZES)), SIZES)
+    options = {"smoothness": 4.0, "kappa": 10.0, "momentum": 0.9, "bias_correction": False}
+
+    def metric(past, present, tensors):
+        return kronecker(past, present, SHAPES)[0]
+
+    words = {"alpha": None, "estimator": "symmetric", "learner": "measured"}
+    truth = replay(recorded, np.zeros(D), **options, **words, metric=metric, tensors=tensors)
+    params = parameters()
+    opt = SGDOL(params, metric="kronecker", **options)
+    opt._host = host
+    for t, step in enumerate(recorded):
+        for g in step:
+            (torch.cat([p.reshape(-1) for p in params]) @ torch.tensor(g) / k).backward()
+        opt.step()
+        opt.zero_grad()
+        np.testing.assert_allclose(flat(params), truth.iterates[t + 1], rtol=0, atol=1e-10)
+
+
+RNG = np.random.default_rng(1)
+MIXING = RNG.normal(size=(D, D)) / D**0.5 * np.logspace(0, 1, D)
+SHIFTS, START = 0.3 * RNG.normal(size=(40, 2, D)), RNG.normal(size=D)
+
+
+def closure_at(opt, params, t, scale=1.0):
+    def losses():
+        x = torch.cat([p.reshape(-1) for p in params])
+        for shift in SHIFTS[t]:
+            mixing, moved = (torch.tensor(v, dtype=x.dtype) for v in (MIXING, shift))
+            yield scale * ((x @ mixing).square().sum() / 2 + moved @ x) / 2
+
+    return closure_of(opt, losses)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"momentum": 0.0}], ids=str)
+def test_sgdol_free_equals_the_reference(options):
+    def oracle(t, x):
+        y = x @ MIXING
+        values = [np.sum(y**2) / 2 + shift @ x for shift in SHIFTS[t]]
+        return float(np.mean(values)), np.array([MIXING @ y + shift for shift in SHIFTS[t]])
+
+    def metric(past, present, tensors):
+        return kronecker(past, present, SHAPES)
+
+    truth = sgdol_free(oracle, START, len(SHIFTS), tensors=SIZES, metric=metric, **options)
+    params = parameters(START)
+    opt = SGDOLFree(params, metric="kronecker", **options)
+    for t in range(len(SHIFTS)):
+        opt.step(closure_at(opt, params, t))
+        np.testing.assert_allclose(flat(params), truth.iterates[t + 1], rtol=1e-9, atol=1e-9)
+    assert opt.diagnostics()["evaluations"] == truth.evaluations
+    averages = np.concatenate([opt.state[p]["average"].reshape(-1).numpy() for p in params])
+    np.testing.assert_allclose(averages, truth.averages[-1], rtol=1e-9, atol=1e-9)
+
+
+MANY = [(5,), (3, 4), (2, 2, 2), (3, 4), (130, 130), (6,), (17, 2), (4, 2), (3, 4)]
+
+
+@dataclass(frozen=True)
+class Same(Kronecker):
+    """To torch a metric that it knows nothing of: every tensor is by itself, and D is what the core makes."""
+
+
+@pytest.mark.parametrize("rates", [(1.0, 1.0), (1.0, 0.25)], ids=str)
+@pytest.mark.parametrize("make", [SGDOLFree, SGDOL])
+def test_matrices_together_and_alone_are_measured_as_the_core_says(make, rates):
+    """Small tensors lie in one entry, matrices of one shape next to each other; a matrix of 16,900 lies alone."""
+    found = []
+    for metric in ("kronecker", Same()):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in MANY]
+        unit = 1.0 if make is SGDOLFree else 1e-4  # of the rates: the loss has a smoothness of about 2,000
+        halves = zip((params[:6], params[6:]), rates, strict=True)
+        opt = make([{"params": some, "lr": unit * rate} for some, rate in halves], lr=unit, metric=metric)
+        targets = [torch.randn(2, *shape, dtype=torch.float64) for shape in MANY]
+        for t in range(22):
+
+            def losses(t=t, params=params, targets=targets):
+                for part in range(2):
+                    # One tensor has no gradient in some updates, and one has none in the second pass.
+                    used = [i for i in range(len(MANY)) if not (i == 3 and t % 4 == 1) and not (i == 7 and part)]
+                    pulls = ((params[i] - targets[i][part]) * (1 + t % 3) for i in used)
+                    yield sum((x.sum(-1) ** 2).sum() + (x**2).sum() for x in pulls) / 2
+
+            opt.step(closure_of(opt, losses))
+        found.append(flat(params))
+    np.testing.assert_allclose(*found, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("exponent", [-100, 100])
+def test_gradients_whose_squares_leave_the_range_give_the_same_run(exponent):
+    """In float32, gradients of 1e-30 and 1e30."""
+    found = []
+    for scale in (1.0, 2.0**exponent):
+        params = parameters(START, torch.float32)
+        opt = SGDOLFree(params, metric="kronecker")
+        for t in range(25):
+            opt.step(closure_at(opt, params, t, scale))
+        found.append(flat(params))
+    np.testing.assert_array_equal(*found)
+
+
+def train(net, opt, steps):
+    for t in steps:
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(t)).to(net[0].weight.dtype)
+        opt.step(
+            closure_of(
+                opt, lambda x=x: ((net(part) - part.sum(1, keepdim=True)).square().mean() for part in x.chunk(2))
+            )
+        )
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).to(dtype)
+
+
+def test_factors_of_half_precision_parameters_are_in_float32():
+    net = network(torch.bfloat16)
+    opt = SGDOLFree(net.parameters(), metric="kronecker")
+    train(net, opt, range(5))
+    held = opt.state[net[0].weight]
+    names = ("left", "right", "left_basis", "right_basis", "rows", "columns")
+    assert {held[f"metric.{name}"].dtype for name in names} == {torch.float32}
+    assert net[0].weight.isfinite().all()
+
+
+@pytest.mark.parametrize("saved", [0, 1, 2, 3, 9, 10, 12])
+@pytest.mark.parametrize("optimizer", [SGDOLFree, lambda params, metric: SGDOL(params, lr=0.1, metric=metric)])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(saved, optimizer):
+    net = network()
+    opt = optimizer(net.parameters(), metric="kronecker")
+    train(net, opt, range(saved))
+    file = io.BytesIO()
+    torch.save((net.state_dict(), opt.state_dict()), file)
+    file.seek(0)
+    twin = network()
+    resumed = optimizer(twin.parameters(), metric="kronecker")
+    weights, state = torch.load(file, weights_only=True)
+    twin.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    train(net, opt, range(saved, 15))
+    train(twin, resumed, range(saved, 15))
+    assert all(map(torch.equal, net.parameters(), twin.parameters()))
+
+
+def test_a_compiled_model_gives_the_same_run():
+    net = network(torch.float64)
+    twin = copy.deepcopy(net)
+    twin.compile(backend="aot_eager")
+    for model in (net, twin):
+        opt = SGDOLFree(model.parameters(), metric="kronecker")
+        for t in range(12):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(t)).double()
+            parts = x.chunk(2)
+            opt.step(closure_of(opt, lambda parts=parts, model=model: (model(part).square().mean() for part in parts)))
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
