@@ -195,7 +195,7 @@ def test_the_monitor_shows_what_sgdolfree_learns(tmp_path, digits):
 
 
 def test_what_sgdolfree_cannot_is_said_in_a_sentence(tmp_path, digits):
-    with pytest.raises(ValueError, match=r"clipping would spoil: give gradient_clip_val=None, got 0\.5"):
+    with pytest.raises(ValueError, match=r"clipping would falsify: give gradient_clip_val=None, got 0\.5"):
         trainer(tmp_path, max_epochs=1, gradient_clip_val=0.5).fit(Classifier(), Loader(digits))
     with pytest.raises(RuntimeError, match="at least two independent gradients per step"):
         trainer(tmp_path, max_epochs=1, callbacks=[]).fit(Classifier(), Loader(digits))

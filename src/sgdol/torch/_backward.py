@@ -132,8 +132,8 @@ def _refuse_what_cannot_run_again(loss_fn: Any, batch: tuple[Any, ...]) -> None:
     for path, value in _leaves(batch, "batch"):
         if isinstance(value, Tensor) and value.grad_fn is not None:
             raise ValueError(
-                f"{path} comes out of a model and has a graph, which can be run back through only once: call the model "
-                f"inside of loss_fn, on the batch itself: {usage}"
+                f"{path} comes out of a model: it has a grad_fn, whose graph can be differentiated only once. Call the "
+                f"model inside of loss_fn, on the batch itself: {usage}"
             )
 
 

@@ -263,11 +263,11 @@ class SGDOLFree(WatchingOptimizer):
         * ``step_size``: lr eta of the last step, one per parameter group; ``smoothness``: M as measured so far.
         * ``loss``: a running mean of the batch losses, over about ten steps.
         * ``signal_to_noise``: sum of u over sum of n - u, over about the last hundred steps; at least 0.
-        * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have
-          as much signal as noise; infinite if no signal was seen.
-        * ``updates``, ``skipped`` (batches that are not finite), ``gradients`` (k of the last step).
-        * ``evaluations``: of batches; ``rejections``: steps taken back after a look-back; ``rollbacks``:
-          returns to the average after a jump of the loss.
+        * ``noise_scale``: how many of the k gradients have to be averaged until signal and noise are equal; infinite
+          if no signal was seen.
+        * ``updates``; ``skipped``: steps left out because the batch was not finite; ``gradients``: k of the last step.
+        * ``evaluations``: how often a batch was evaluated; ``rejections``: steps undone after a look-back;
+          ``rollbacks``: returns to the average after a jump of the loss.
         """
         state = self._rule()
         k = self.param_groups[0].get("gradients", 0)
@@ -459,7 +459,7 @@ class SGDOLFree(WatchingOptimizer):
         return FreeBlanks(self.param_groups, self.state, self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as :meth:`load_state_dict` takes it; see ``_checkpoint`` for torch.distributed.checkpoint."""
+        """The state for :meth:`load_state_dict`. For torch.distributed.checkpoint call its ``get_state_dict``."""
         state_dict = super().state_dict()
         return checkpoint.complete(state_dict, self._blanks) if checkpoint.is_asked() else state_dict
 

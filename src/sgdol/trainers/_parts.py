@@ -18,6 +18,6 @@ def refuse_clipping(name: str, value: float | None, off: str) -> None:
     """SGDOLFree learns from differences of gradients."""
     if value:
         raise ValueError(
-            f"SGDOLFree compares gradients at different points, which clipping would spoil: give {name}={off}, got "
-            f"{value!r}. Steps that were too long it takes back by itself"
+            f"SGDOLFree compares gradients at different points, which clipping would falsify: give {name}={off}, got "
+            f"{value!r}. SGDOLFree shortens outliers and undoes steps that were too long by itself"
         )
