@@ -164,8 +164,8 @@ class WatchingOptimizer(Optimizer):
             if p.requires_grad and not is_sharded(p) and not is_lazy(p) and type(local(p.detach())) is not Tensor:
                 raise TypeError(
                     f"{type(self).__name__} cannot train parameter {index}, a {type(p).__name__} of shape "
-                    f"{tuple(p.shape)}: a tensor with kernels of its own need not have numbers that can be read. Use "
-                    "an ordinary tensor; a DTensor and subclasses that only add methods are supported"
+                    f"{tuple(p.shape)}: the numbers of such a tensor subclass may not be readable. Use an ordinary "
+                    "tensor; DTensor and subclasses that only add methods are supported"
                 )
 
     def _refuse_sparse(self, params: list[Tensor]) -> None:

@@ -179,7 +179,7 @@ class SGDOLFree(WatchingOptimizer):
         replays = [replay for replay in dict.fromkeys(origins) if replay is not None]
         if None in origins or not replays:
             raise RuntimeError(
-                "SGDOLFree evaluates some batches at a second point, and loss.backward() does not tell how. Write "
+                "SGDOLFree evaluates some batches a second time, which it cannot do after loss.backward(). Write "
                 f"{usage} in place of computing the loss and loss.backward(): it costs the same. Or give step() a "
                 "closure that evaluates the batch"
             )
