@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class WatchingOptimizer(Optimizer):
         >>> sorted(opt.averaged_state_dict(model))
         ['bias', 'weight']
         """
-        with self.averaged():
+        with nullcontext() if self._swapped else self.averaged():
             return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     # Watching ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from sgdol.torch._free_options import (
     refuse_other_states,
     refuse_scaled,
 )
-from sgdol.torch._options import INSTEAD, refuse_unknown
+from sgdol.torch._options import INSTEAD, materialise, refuse_unknown
 from sgdol.torch._probes import MOVED, Batch, Evaluation, Probes, root
 from sgdol.torch._rerun import Buffers, Replay
 from sgdol.torch._update import Gate, move
@@ -119,7 +119,7 @@ class SGDOLFree(WatchingOptimizer):
         defaults = checked(given, unknown)
         self._settings = Settings()
         self._prepare()
-        super().__init__(params, defaults)
+        super().__init__(materialise(params), defaults)
 
     def _prepare(self) -> None:
         """What is not saved: it is found again."""
@@ -247,7 +247,7 @@ class SGDOLFree(WatchingOptimizer):
         """Context manager: inside, the parameters are the average of the weights, for evaluation and saving.
 
         Only parameters are averaged. For a model with BatchNorm call :func:`torch.optim.swa_utils.update_bn` inside, so
-        that its statistics are those of the averaged parameters.
+        that its statistics are those of the averaged parameters; they stay in the model at the end.
         """
         if not self._swapped and self._world().mean(float(self._moved()))[0]:
             raise RuntimeError(MOVED)

@@ -215,8 +215,9 @@ class SGDOL(WatchingOptimizer):
         .. math:: \bar x_t = \bar x_{t-1} + \frac{a + 1}{t + a} (x_{t+1} - \bar x_{t-1}),
 
         a mean in which the weights of step t count about as :math:`t^a`. Buffers are not averaged: for BatchNorm call
-        :func:`torch.optim.swa_utils.update_bn` inside. Changes to the parameters inside are undone at the end. To
-        resume training later, save the model outside, together with the optimizer, whose state holds the average.
+        :func:`torch.optim.swa_utils.update_bn` inside. Changes of parameters inside are undone at the end, changes of
+        buffers stay. To resume training later, save the model outside, together with the optimizer, whose state holds
+        the average.
         Groups without averaging keep their parameters.
 
         >>> x = torch.nn.Parameter(torch.tensor([4.0]))
