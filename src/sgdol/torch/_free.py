@@ -471,7 +471,7 @@ class SGDOLFree(WatchingOptimizer):
             saved = [index for group in final["param_groups"] for index in group["params"]]
             refuse_other_shapes(saved, final["state"], self._params())
 
-        checkpoint.load(self, super().load_state_dict, state_dict, check, self._loaded)
+        checkpoint.load(self, super().load_state_dict, state_dict, check, self._loaded, in_basis=("momentum",))
 
     def _loaded(self) -> None:
         self._prepare()
