@@ -22,7 +22,7 @@ from sgdol.surrogate import symmetric_signal
 from sgdol.torch._gradients import Gradients
 from sgdol.torch._metric import Metrics
 from sgdol.torch._operators import Operators
-from sgdol.torch._vectors import Layout, Numbers, Vector, as_number, dot, sample
+from sgdol.torch._vectors import Layout, Numbers, Vector, as_number, dot, product, sample
 from sgdol.torch._world import Own, World, is_sharded, local, piece_of
 
 __all__ = ["Contributions"]
@@ -114,18 +114,20 @@ class Contributions:
             count = max((len(vectors.get(p, ())) for p in params), default=0)
             for i in range(count):
                 parts = [vectors[p][i] if i < len(vectors.get(p, ())) else None for p in params]
-                self._vectors.setdefault(e, []).append(self.layout.copied(e, self.layout.entry(parts, e)))
+                self._vectors.setdefault(e, []).append(self.layout.entry(parts, e, copy=True))
         self.note()
 
     # Adding to them ---------------------------------------------------------------------------------------------------
 
     def begin(self, world: World) -> bool:
         """A backward begins: follow what has happened to ``.grad``; whether there are contributions already."""
+        s: Vector = []
         if any(self.counts):
             s = self.layout.gradients()
             self._follow(s, world)
         if not any(self.counts):
-            self.forget()
+            if self._any:
+                self.forget()
             if not self._metrics.euclidean:
                 self.late = self._metrics.late(self.layout)
             return False
@@ -151,11 +153,10 @@ class Contributions:
             if not entry.merged and entry.start in lengths:
                 self._add_square(e, lengths[entry.start].to(layout.like.device).reshape(1))
             elif any(c is not None for c in mine):
-                c = layout.entry(mine, e)
                 if entry.merged or e in self.late:
-                    self._vectors.setdefault(e, []).append(layout.copied(e, c))
+                    self._vectors.setdefault(e, []).append(layout.entry(mine, e, copy=True))
                 else:
-                    self._add_square(e, self._square(e, c, self._metrics.operators(layout)))
+                    self._add_square(e, self._square(e, layout.entry(mine, e), self._metrics.operators(layout)))
 
     def _adopt(self, s: Vector, world: World, operators: Operators | None = None) -> None:
         """Take what is in ``.grad`` of tensors that have a single contribution for that contribution.
@@ -176,14 +177,14 @@ class Contributions:
             mine = single[entry.start : entry.stop]
             if not any(mine):
                 continue
-            if self._crosses(e, world):
+            if not entry.merged and self._crosses(e, world):
                 self._squares.pop(e, None)  # Q = n
             elif not entry.merged and e not in self.late:
                 if self._turned is not None:
                     self._turned.pop(e, None)
                 self._squares[e] = self._square(e, s[e], operators or self._metrics.operators(layout))
             elif all(mine):
-                self._vectors[e] = [layout.copied(e, s[e])]
+                self._vectors[e] = [s[e] if len(entry.sizes) > 1 else s[e].clone()]  # several were copied already
             else:
                 mask = layout.spread(e, torch.tensor(mine, device=entry.device))
                 for number, c in enumerate(self._vectors.setdefault(e, [torch.zeros_like(s[e])])):
@@ -236,7 +237,8 @@ class Contributions:
         if min(self.counts) <= 1:
             self._adopt(s, world, operators)
         # ||S||^2 was measured when the last backward ended, and is known not to have changed since.
-        lengths = self._lengths if operators.euclidean and not world.spread else []
+        identity = all(operator.is_identity for operator in operators)
+        lengths = self._lengths if identity and not world.spread else []
         pooled = pooled and layout is watched
         q = self._squares_in(operators, pooled=pooled)
         if world.alone and not metrics.euclidean:
@@ -244,7 +246,8 @@ class Contributions:
             for e, operator in enumerate(operators):
                 operator.hold(s[e], (self._turned or {}).get(e))
         each = watched.each(s, s, operators, lengths, pooled=pooled)
-        q = [each[e] - value if self._crosses(e, world) else value for e, value in enumerate(q)]
+        if not all(entry.merged for entry in watched.entries):
+            q = [each[e] - value if self._crosses(e, world) else value for e, value in enumerate(q)]
         if pooled:
             square = sum(each)
             u = symmetric_signal(square, sum(q), k)
@@ -275,13 +278,15 @@ class Contributions:
             value: Any = self._squares.get(e, 0.0)
             if pooled and e in self._squares:
                 value = value.sum().item()
-            turned: Any = None
+            operator, turned = operators[e], None
             for c in self._vectors.get(e, ()):
                 if entry.coordinates:
                     c = c.to(layout.precision(e, c))
-                c, sharp = operators[e].paired(c, c)
+                sharp = c
+                if not operator.is_identity:
+                    c, sharp = operator.paired(c, c)
                 value = value + layout.number(e, c, sharp, pooled)
-                if operators[e].turns:
+                if operator.turns:
                     turned = c if turned is None else turned + c
             if turned is not None and self._turned is not None:
                 self._turned[e] = turned
@@ -328,14 +333,13 @@ class Contributions:
 
     def note(self, *, measure: bool = True) -> None:
         """Note what a backward has left in ``.grad``; of a first one, which is ``.grad``, only that it is not 0."""
-        layout = self.layout
         self._versions = self._versions_now()
         if not measure:
             self._witness = next((p for p in self._smallest if _nonzero(p)), None)
             return
-        s = layout.gradients()
-        self._lengths = [layout.length(e, x) for e, x in enumerate(s)]
-        self._samples = layout.sample(s)
+        s = self.layout.gradients()
+        self._lengths = [product(x, x) for x in s]
+        self._samples = self.layout.sample(s)
 
     def _changed(self, s: Vector) -> bool:
         """Whether ``.grad`` is not what the last backward left. A device is not asked: it may be.
@@ -347,11 +351,10 @@ class Contributions:
         untouched = self._versions == self._versions_now()
         if not self._samples:
             return not untouched or (self._witness is not None and not _nonzero(self._witness))
-        for e, (kept, x) in enumerate(zip(self._samples, s, strict=True)):
-            merged = self.layout.entries[e].merged
-            if not x.is_cpu or (merged and not untouched) or not (merged or torch.equal(kept, sample(x))):
+        for entry, kept, x, length in zip(self.layout.entries, self._samples, s, self._lengths, strict=True):
+            if not x.is_cpu or not (entry.merged or torch.equal(kept, sample(x))):
                 return True
-            if (merged or not untouched or not kept.any()) and self._lengths[e] != self.layout.length(e, x):
+            if (entry.merged or not untouched or not kept.any()) and length != product(x, x):
                 return True
         return False
 

@@ -172,7 +172,7 @@ class SGDOLFree(WatchingOptimizer):
         """What the calls of ``backward`` since the last step have left."""
         passes = self._passes
         assert passes is not None
-        k, origins = passes.k, passes.origins
+        k, origins = passes.finish(), passes.origins
         usage = "loss = sgdol.torch.backward(lambda x, y: criterion(model(x), y), inputs, targets)"
         if not k:
             raise RuntimeError(f"step() found no new gradients: before each step() write {usage}, or give a closure")
@@ -198,7 +198,7 @@ class SGDOLFree(WatchingOptimizer):
         assert self._passes is not None
         started = self._rule().updates > 0
         asked_for = all(replay.whole for replay in batch.replays) and not (batch.closure and started)
-        if self._passes.k != 1 or self._world().ranks > 1 or asked_for:
+        if self._passes.finish() != 1 or self._passes.world.ranks > 1 or asked_for:
             return False
         if not started:
             raise RuntimeError(

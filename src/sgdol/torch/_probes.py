@@ -198,8 +198,8 @@ class Probes:
         """
         layout_of = self._layout_of()
         assert layout_of is not None
+        passes = self._passes.finish()
         layout, world = layout_of(), self._passes.world
-        passes = self._passes.k
         if self._passes.known.thrown_away:
             raise RuntimeError(
                 "gradients were set to zero between the backward passes of the closure, so that .grad is not their "

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Buffers", "Replay", "interested", "running"]
+__all__ = ["RUNNING", "Buffers", "Replay", "interested", "running"]
 
 HOST = torch.device("cpu")
 
-_RUNNING: dict[int, Replay] = {}
+RUNNING: dict[int, Replay] = {}
 """The call that is being made now, by thread."""
 
 _INTERESTED: weakref.WeakValueDictionary[int, Buffers] = weakref.WeakValueDictionary()
@@ -30,7 +30,7 @@ _INTERESTED: weakref.WeakValueDictionary[int, Buffers] = weakref.WeakValueDictio
 
 def running() -> Replay | None:
     """The call that is being made on this thread, for the first time or again."""
-    return _RUNNING.get(threading.get_ident())
+    return RUNNING.get(threading.get_ident())
 
 
 def interested() -> list[Buffers]:
@@ -177,7 +177,7 @@ class Replay:
 
     def joined(self) -> None:
         """A thread of autograd's has begun to run the passes of this call: an accelerator has its own."""
-        _RUNNING[threading.get_ident()] = self
+        RUNNING[threading.get_ident()] = self
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -185,8 +185,8 @@ class Replay:
         try:
             yield
         finally:
-            for thread in [thread for thread, replay in list(_RUNNING.items()) if replay is self]:
-                _RUNNING.pop(thread, None)
+            for thread in [thread for thread, replay in list(RUNNING.items()) if replay is self]:
+                RUNNING.pop(thread, None)
 
 
 def _save(module: torch.nn.Module, name: str) -> list[_Saved]:

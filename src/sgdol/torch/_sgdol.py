@@ -272,9 +272,8 @@ class SGDOL(WatchingOptimizer):
 
     def _take(self) -> tuple[Gradients, Blocks] | None:
         """The gradients of this step and the blocks they are in, if they are enough for an update; else hold them."""
-        pair, passes, finder, groups = self._pair, self._passes, self._finder, self.param_groups
+        pair, passes, groups = self._pair, self._passes, self.param_groups
         assert passes is not None
-        assert finder is not None
         pending = groups[0].get("pending", False)
         members = [
             [p for p in group["params"] if p.grad is not None or (pending and pair.holds(p))] for group in groups
@@ -282,22 +281,22 @@ class SGDOL(WatchingOptimizer):
         params = members[0] if len(members) == 1 else [p for some in members for p in some]
         if not params or (pending and all(p.grad is None for p in params)):
             return None
-        unseen = passes.unseen(params)  # a sparse gradient is not counted
+        k, world, counts = passes.finish(), passes.world, passes.known.counts
+        unseen = not (len(counts) == len(params) and all(counts)) and passes.unseen(params)  # sparse ones, for example
         if unseen or passes.overlapping:
             self._refuse_sparse(params)
         if unseen:
             passes.watch()
-            if checkpoint.is_creating(groups, params, passes.k, finder.world):
+            if checkpoint.is_creating(groups, params, k, world):
                 checkpoint.create(groups, self.state, self._blanks)
                 self._blank = True
                 return None
         if self._blank:
             self._blank, self._blocks = False, None
             checkpoint.drop_blanks(self.state, pending)
-        layout, world, k, blocks = self._layout_of(members), finder.world, passes.k, self._blocks
+        layout, blocks = self._layout_of(members), self._blocks
         if blocks is None or not blocks.serves(layout):
-            learner_of = self._catalogue.learner_of
-            blocks = self._blocks = Blocks(groups, layout, self.state, learner_of, lambda: finder.world)
+            blocks = self._blocks = Blocks(groups, layout, self.state, self._catalogue.learner_of, self._world)
         pooled = self._host and layout.like.is_cpu and world.alone and blocks.pooled()
         gradients = None
         paper = any(group["estimator"] == "paper" for group in groups)  # one gradient of a pair per step, also of ranks
@@ -363,11 +362,10 @@ class SGDOL(WatchingOptimizer):
         """The parts of which this optimizer is made, on its groups and state as they are now."""
         super()._assemble()
         self._blocks = None
-        catalogue, finder = self._catalogue, self._finder
-        assert finder is not None
-        self._pair = HeldPair(self.param_groups, self.state, self._metrics, lambda: finder.world)
+        catalogue = self._catalogue
+        self._pair = HeldPair(self.param_groups, self.state, self._metrics, self._world)
         self._directions = Directions(
-            catalogue.asks, lambda group: isinstance(catalogue.metric_of(group), Euclidean), lambda: finder.world
+            catalogue.asks, lambda group: isinstance(catalogue.metric_of(group), Euclidean), self._world
         )
 
     def _measured(self) -> Measured:
