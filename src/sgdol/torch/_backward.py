@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
-from sgdol.torch._rerun import Replay, interested, running
+from sgdol.torch._rerun import INTERESTED, RUNNING, Replay, interested
 
 __all__ = ["backward", "repeatable", "split", "watched"]
 
@@ -88,14 +89,17 @@ def repeatable(call: Callable[[], Tensor], passes: int, *, whole: bool = True) -
 
     Each loss has to go through :func:`watched` before its backward. See :class:`sgdol.torch._rerun.Replay`.
     """
-    optimizers = interested() if running() is None else []  # inside of step(closure) that is made again
-    loss: Tensor = Replay(call, optimizers, passes, whole=whole).first() if optimizers else call()
+    if (
+        not INTERESTED or RUNNING.get(get_ident()) is not None
+    ):  # or this is inside of step(closure), which is made again
+        return call()
+    loss: Tensor = Replay(call, interested(), passes, whole=whole).first()
     return loss
 
 
 def watched(loss: Tensor) -> Tensor:
     """The loss, whose backward will be known as one of the call that is being made."""
-    replay = running()
+    replay = RUNNING.get(get_ident())
     if replay is not None and loss.requires_grad:
         loss.register_hook(replay.begun)
     return loss

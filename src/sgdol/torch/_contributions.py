@@ -21,11 +21,16 @@ from torch import Tensor
 from sgdol.surrogate import symmetric_signal
 from sgdol.torch._gradients import Gradients
 from sgdol.torch._metric import Metrics
-from sgdol.torch._operators import Operators
+from sgdol.torch._operators import IDENTITY, Operators
 from sgdol.torch._vectors import Layout, Numbers, Vector, as_number, dot, product, sample
 from sgdol.torch._world import Own, World, is_sharded, local, piece_of
 
-__all__ = ["Contributions"]
+__all__ = ["RESHAPED", "Contributions"]
+
+RESHAPED = (
+    "parameters or their gradients got another shape or type between the backward passes of one step: call zero_grad() "
+    "of the optimizer after replacing a parameter's data"
+)
 
 FEW = 16
 """So many numbers of a gradient are looked at, to tell that it is not 0."""
@@ -51,25 +56,24 @@ class Contributions:
     """
 
     late: frozenset[int]
-    _any = True
-    """Whether there is anything to forget."""
+    fresh = False
+    """Whether there is nothing to forget."""
 
     def __init__(self, layout: Layout, metrics: Metrics) -> None:
         self.layout, self._metrics = layout, metrics
         self._smallest = sorted(layout.params, key=Tensor.numel)
+        self._identity = Operators([IDENTITY] * len(layout.entries)) if metrics.identity else None
         self.thrown_away = False
         """Whether gradients of passes were set to 0 before they were used."""
         self.forget()
 
     def found(self, i: int) -> None:
         """A gradient that is there before anybody watches is a contribution to tensor i."""
-        self.counts[i], self._any = 1, True
+        self.counts[i], self.fresh = 1, False
 
     def forget(self) -> None:
         """There are none."""
-        if not self._any:
-            return
-        self._any = False
+        self.fresh = True
         self.counts = [0] * len(self.layout.params)
         """How many passes have reached each tensor."""
         self._vectors: dict[int, list[Tensor]] = {}
@@ -94,7 +98,7 @@ class Contributions:
 
     def go_on_from(self, other: Contributions) -> None:
         """Take over what is known of the parameters that another layout has, too."""
-        self._any = True
+        self.fresh = False
         counts = dict(zip(other.layout.params, other.counts, strict=True))
         self.counts = [counts.get(p, n) for p, n in zip(self.layout.params, self.counts, strict=True)]
         self.late, self.bent, self._turned = self._metrics.late(self.layout), other.bent, None
@@ -123,10 +127,12 @@ class Contributions:
         """A backward begins: follow what has happened to ``.grad``; whether there are contributions already."""
         s: Vector = []
         if any(self.counts):
+            if self.layout.reshaped() is not None:
+                raise RuntimeError(RESHAPED)
             s = self.layout.gradients()
             self._follow(s, world)
         if not any(self.counts):
-            if self._any:
+            if not self.fresh:
                 self.forget()
             if not self._metrics.euclidean:
                 self.late = self._metrics.late(self.layout)
@@ -143,7 +149,7 @@ class Contributions:
     def add(self, gradients: dict[int, Tensor | None], lengths: dict[int, Tensor], *, measure: bool) -> None:
         """Add what a pass has brought, by tensor: gradients, and <c, D^-1 c> of large ones; or only count it."""
         layout = self.layout
-        self._any = True
+        self.fresh = False
         for i in gradients:
             self.counts[i] += 1
         if not measure:
@@ -233,7 +239,7 @@ class Contributions:
         s = watched.gradients()
         pieces = self._follow(s, world, final=True)
         k = max(*self.counts, 1) * world.ranks
-        operators = metrics.operators(watched, s, layout.params)
+        operators = self._identity or metrics.operators(watched, s, layout.params)
         if min(self.counts) <= 1:
             self._adopt(s, world, operators)
         # ||S||^2 was measured when the last backward ended, and is known not to have changed since.
@@ -341,28 +347,27 @@ class Contributions:
         self._lengths = [product(x, x) for x in s]
         self._samples = self.layout.sample(s)
 
-    def _changed(self, s: Vector) -> bool:
-        """Whether ``.grad`` is not what the last backward left. A device is not asked: it may be.
+    def _versions_now(self) -> list[int]:
+        """Which tensor each ``.grad`` is, and how often it was written to, also behind the back of a DTensor."""
+        grads: list[Any] = [NONE if p.grad is None else p.grad for p in self.layout.params]
+        pieces = [] if self.layout.plain else [local(g) for g in grads if is_sharded(g)]
+        return [*map(id, grads), *map(_version, grads), *map(_version, pieces)]
 
-        A kernel that writes without raising a tensor's version (GradScaler's) shows in ||S||^2 of small tensors, and in
-        the sample of a large one, unless that is all 0; ``.grad.data.zero_()`` after a first backward shows because
-        nothing is left.
-        """
+    def _may_have_changed(self, s: Vector, world: World, final: bool) -> bool:
+        """Whether ``.grad`` may not be what the last backward left; see :meth:`_follow`. A device is not asked."""
         untouched = self._versions == self._versions_now()
-        if not self._samples:
+        if world.spread:  # ranks have to agree on whether they sum: what each sees of its own pieces is not the same
+            return final or not untouched
+        if not self._samples:  # after the first backward; .grad.data.zero_() leaves the version as it is
             return not untouched or (self._witness is not None and not _nonzero(self._witness))
+        # Kernels that write without raising the version (GradScaler's) show in ||S||^2 of small tensors, and in the
+        # sample of a large one, unless that is all 0.
         for entry, kept, x, length in zip(self.layout.entries, self._samples, s, self._lengths, strict=True):
             if not x.is_cpu or not (entry.merged or torch.equal(kept, sample(x))):
                 return True
             if (entry.merged or not untouched or not kept.any()) and length != product(x, x):
                 return True
         return False
-
-    def _versions_now(self) -> list[int]:
-        """Which tensor each ``.grad`` is, and how often it was written to, also behind the back of a DTensor."""
-        grads: list[Any] = [NONE if p.grad is None else p.grad for p in self.layout.params]
-        pieces = [] if self.layout.plain else [local(g) for g in grads if is_sharded(g)]
-        return [*map(id, grads), *map(_version, grads), *map(_version, pieces)]
 
     def _follow(self, s: Vector, world: World, *, final: bool = False) -> Tensor | None:
         """Follow what has happened to ``.grad`` since the last backward.
@@ -379,9 +384,7 @@ class Contributions:
         layout, host = self.layout, self.layout.like.device.type == "cpu"
         if not any(self.counts):
             return None
-        # Ranks have to agree on whether they sum: what a rank sees of its own pieces is not the same for all.
-        unchanged = (not final and self._versions == self._versions_now()) if world.spread else not self._changed(s)
-        if unchanged:
+        if not self._may_have_changed(s, world, final):
             return None
         self._turned = None
         now = self._lengths_by_tensor(s, [])

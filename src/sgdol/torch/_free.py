@@ -228,11 +228,12 @@ class SGDOLFree(WatchingOptimizer):
             if now.finite and state.first_norm > 0:
                 self._passes.known.forget()  # type: ignore[union-attr]  # contributions are large in the first step
                 state = self._move(state, now)
-                self._warnings.moved(now.layout, now.norm**2, now.signal)
+                if abs(now.norm**2 - now.signal) <= now.layout.rounding * now.norm**2:
+                    self._warnings.identical_again(state.updates)
             elif not now.finite:
                 state = state._replace(skipped=state.skipped + 1)
                 self._metrics.forget()
-                self._warnings.skipped(self.param_groups)
+                self._warnings.skipped(self.param_groups, state.updates)
         except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C
             batch.undo()
             self._metrics.forget()

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from sgdol.torch._contributions import Contributions
-from sgdol.torch._gradients import Gradients
+from sgdol.torch._contributions import RESHAPED, Contributions
 from sgdol.torch._metric import Metrics
 from sgdol.torch._rerun import RUNNING, Replay
 from sgdol.torch._vectors import Layout, sample
@@ -131,7 +130,8 @@ class Passes:
         self.overlapping = False
         """Whether backward passes ran in several threads at the same time."""
         self.origins = []
-        self.known.forget()
+        if not self.known.fresh:
+            self.known.forget()
         if self._open is not None:
             self._clear()
 
@@ -161,10 +161,6 @@ class Passes:
             self.world = self._finder.world
         return passes
 
-    def take(self, layout: Layout, *, pooled: bool = False) -> Gradients:
-        """All gradients of these parameters, in the metric of the step; see :meth:`Contributions.take`."""
-        return self.known.take(layout, self.world, pooled=pooled)
-
     def unseen(self, params: Sequence[Tensor]) -> bool:
         """Whether one of these has a gradient that no hook has seen: it is new, unfrozen or of another type."""
         seen = {p for n, p in zip(self.known.counts, self.layout.params, strict=True) if n}
@@ -192,15 +188,9 @@ class Passes:
         """A lazy parameter has got its shape since: it joins the layout, in the middle of its first backward."""
         reached = [self.layout.params[i] for i in self._brought]
         if any(self.known.counts):
-            raise self._reshaped()
+            raise RuntimeError(RESHAPED)
         self._lay_out()
         self._brought = {self._rows[id(p)]: None for p in reached}
-
-    def _reshaped(self) -> RuntimeError:
-        return RuntimeError(
-            "parameters or their gradients got another shape or type between the backward passes of one step: call "
-            "zero_grad() of the optimizer after replacing a parameter's data"
-        )
 
     def arrived(self, index: int, gradient: Tensor) -> None:
         """This rank's own gradient arrives in the backward that runs now, and is about to be accumulated."""
@@ -279,10 +269,7 @@ class Passes:
                 with torch.no_grad():
                     self.finish()
                 self._open = call or True
-            if torch.is_grad_enabled():  # create_graph=True: .grad may have a graph
-                with torch.no_grad():
-                    self._start(index)
-            else:
+            with torch.no_grad():  # with create_graph=True .grad may have a graph
                 self._start(index)
         if self._tasks:
             self._direct = {}  # reentrant segments may bring several gradients to a parameter
@@ -301,8 +288,6 @@ class Passes:
     def _start(self, index: int) -> None:
         """A backward begins."""
         self.world = world = self._finder.world if is_distributed() else self._finder.here
-        if any(self.known.counts) and self.layout.reshaped() is not None:
-            raise self._reshaped()
         again = self.known.begin(world)
         if not again:
             self.origins = []  # of gradients that were thrown away
@@ -338,10 +323,11 @@ class Passes:
             p: Any = self.layout.params[i]
             error = (sample(piece_of(p.grad, p)) - expected).abs().max()
             self.known.bent |= bool(error > 64 * torch.finfo(expected.dtype).eps * expected.abs().max())
-        self.known.add(self._brought, self._lengths, measure=self._keeping)
-        if not self._noted or self._told:
-            self.known.note(measure=self._keeping)
+        brought, lengths, keeping, note = self._brought, self._lengths, self._keeping, not self._noted or self._told
         self._clear()
+        self.known.add(brought, lengths, measure=keeping)
+        if note:
+            self.known.note(measure=keeping)
 
 
 SHARED = (

@@ -211,7 +211,7 @@ class Probes:
                 "time(s). Split the batch: for x, y in zip(inputs.chunk(2), targets.chunk(2)): "
                 "(criterion(model(x), y) / 2).backward()"
             )
-        found = self._passes.take(layout, pooled=world.alone)
+        found = self._passes.known.take(layout, world, pooled=world.alone)
         squared, signal, k = float(found.squared), float(found.signal), found.k
         g = layout.copy(found.g) if world.overwrites else found.g
         # Q = n - u (k - 1)/k, which rounding may make negative where all but one contribution are 0.

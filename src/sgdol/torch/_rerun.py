@@ -18,25 +18,21 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-__all__ = ["RUNNING", "Buffers", "Replay", "interested", "running"]
+__all__ = ["INTERESTED", "RUNNING", "Buffers", "Replay", "interested"]
 
 HOST = torch.device("cpu")
 
 RUNNING: dict[int, Replay] = {}
 """The call that is being made now, by thread."""
 
-_INTERESTED: weakref.WeakValueDictionary[int, Buffers] = weakref.WeakValueDictionary()
-
-
-def running() -> Replay | None:
-    """The call that is being made on this thread, for the first time or again."""
-    return RUNNING.get(threading.get_ident())
+INTERESTED: weakref.WeakValueDictionary[int, Buffers] = weakref.WeakValueDictionary()
+"""The buffers that optimizers know which may want a call to be made again."""
 
 
 def interested() -> list[Buffers]:
-    """The buffers that optimizers know which may want a call to be made again."""
+    """Those of :data:`INTERESTED` that are still there."""
     # A list of references is made at once: another thread may be constructing an optimizer.
-    return [some for some in (reference() for reference in _INTERESTED.valuerefs()) if some is not None]
+    return [some for some in (reference() for reference in INTERESTED.valuerefs()) if some is not None]
 
 
 class _Saved(NamedTuple):
@@ -74,7 +70,7 @@ class Buffers:
         self._moving: list[tuple[weakref.ref[torch.nn.Module], str]] = []
         self.known = False
         """Whether a call has shown which move."""
-        _INTERESTED[id(self)] = self
+        INTERESTED[id(self)] = self
 
     @property
     def devices(self) -> set[torch.device]:

@@ -186,10 +186,7 @@ class SGDOL(WatchingOptimizer):
             What the closure returned, or None.
         """
         if torch.compiler.is_compiling():  # it counts passes: nothing to trace, so nothing to recompile
-            return torch.compiler.disable(self._step)(closure)
-        return self._step(closure)
-
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
+            return torch.compiler.disable(self.step)(closure)
         if self._swapped:
             raise RuntimeError("step() inside averaged() would train the averaged weights: leave it first")
         result = None
@@ -294,7 +291,9 @@ class SGDOL(WatchingOptimizer):
         if self._blank:
             self._blank, self._blocks = False, None
             checkpoint.drop_blanks(self.state, pending)
-        layout, blocks = self._layout_of(members), self._blocks
+        layout, blocks = self._layout, self._blocks
+        if layout is None or not layout.serves(members):
+            layout = self._layout_of(members)
         if blocks is None or not blocks.serves(layout):
             blocks = self._blocks = Blocks(groups, layout, self.state, self._catalogue.learner_of, self._world)
         pooled = self._host and layout.like.is_cpu and world.alone and blocks.pooled()
@@ -311,7 +310,7 @@ class SGDOL(WatchingOptimizer):
             pair.hold(params)
             self._warnings.held(groups)
         else:
-            gradients = passes.take(layout, pooled=pooled)
+            gradients = passes.known.take(layout, world, pooled=pooled)
             if passes.known.bent or world.remarks or not self._warnings.several:
                 self._warnings.taken(passes.known.bent, world.remarks)
         if passes.left_over:
@@ -340,19 +339,24 @@ class SGDOL(WatchingOptimizer):
         self.param_groups[0]["totals"] = diagnostics.skipped(totals)
         share(self.param_groups)
         self._metrics.forget()
-        self._warnings.skipped(self.param_groups)
+        self._warnings.skipped(self.param_groups, int(totals[0]))
 
     def _record(self, layout: Layout, learned: Learned, totals: Tensor, k: int, gate: Gate) -> None:
         """Keep what diagnostics, loggers and averages need of an update."""
         first = self.param_groups[0]
-        first["totals"], first["gradients"] = diagnostics.added(totals, learned, gate), k
+        new = learned.totals + totals * (diagnostics.KEPT if gate.host else diagnostics.KEPT.to(totals))
+        first["totals"] = new if gate.host else gate.choose(new, diagnostics.skipped(totals))
+        first["gradients"] = k
         for group, eta in zip(layout.groups, learned.step_sizes, strict=True):
-            eta = as_number(eta, layout.like)
+            host = isinstance(eta, float)
+            eta = torch.scalar_tensor(eta, dtype=torch.float64) if host else as_number(eta, layout.like)
             group["step_size"] = eta if gate.host else gate.choose(eta, as_number(group["step_size"], eta))
         if len(self.param_groups) > 1:
             share(self.param_groups)
-        if gate.host:
-            self._warnings.updated(layout, learned.step_sizes, gate.squared, gate.signal)
+        if gate.host and gate.squared > 0 and abs(gate.squared - gate.signal) <= layout.rounding * gate.squared:
+            self._warnings.identical()
+        if gate.host and not any(learned.step_sizes):
+            self._warnings.stood_still(layout.groups, int(totals[0]))
         if any(group["averaging"] is not None for group in self.param_groups):
             average_groups(self.param_groups, self.state, layout.params, first["totals"][0], gate)
 

@@ -194,6 +194,8 @@ class Layout:
         device = self.params[0].device if self.params else torch.device("cpu")
         self.like = torch.zeros((), device=device, dtype=scalar_dtype(device))
         """A number of the kind in which numbers are kept."""
+        self.rounding = max((8 * torch.finfo(entry.dtype).eps for entry in self.entries), default=0.0)
+        """By how much, relative to it, a squared norm may be off."""
         self.coordinates = [e for e, entry in enumerate(self.entries) if entry.coordinates]
         self.numbered = [i for entry in self.entries if not entry.coordinates for i in range(entry.start, entry.stop)]
         """The tensors that have one number each, in order."""
@@ -264,24 +266,26 @@ class Layout:
         """Each parameter's part of a vector, in its (real) shape."""
         return [part for e, x in enumerate(vector) for part in self.parts(e, x)]
 
-    def parts(self, e: int, x: Tensor) -> list[Tensor]:
-        """The parts of one entry, each in its parameter's (real) shape."""
+    def parts(self, e: int, x: Tensor, *, to_read: bool = False) -> list[Tensor]:
+        """The parts of one entry, each in its parameter's (real) shape.
+
+        Args:
+            e: the entry.
+            x: what lies there.
+            to_read: whether they are read at once and not written to, so that they may lie in a buffer.
+        """
         entry, kept = self.entries[e], self._parts.get(id(x))
         if not entry.merged:
             return [x]
         if kept is not None and kept[0] is x:
             return kept[1]
-        return [part.view(self._shapes[entry.start + i]) for i, part in enumerate(x.split(entry.sizes))]
-
-    def moved_parts(self, e: int, x: Tensor) -> list[Tensor]:
-        """The same, to be read at once and not written to: of a merged entry they may lie in a buffer."""
-        entry = self.entries[e]
-        if not entry.merged or id(x) in self._parts or len(entry.sizes) == 1:
-            return self.parts(e, x)
-        if e not in self._buffers or self._buffers[e].dtype != x.dtype:
-            self._buffers[e] = torch.empty_like(x)
-            self._parts[id(self._buffers[e])] = self._buffers[e], self.parts(e, self._buffers[e])
-        return self.parts(e, self._buffers[e].copy_(x))  # one copy is cheaper than hundreds of new views
+        if not to_read or len(entry.sizes) == 1:
+            return [part.view(self._shapes[entry.start + i]) for i, part in enumerate(x.split(entry.sizes))]
+        buffer = self._buffers.get(e)
+        if buffer is None or buffer.dtype != x.dtype:
+            buffer = self._buffers[e] = torch.empty_like(x)
+            self._parts[id(buffer)] = buffer, self.parts(e, buffer)
+        return self._parts[id(buffer.copy_(x))][1]  # one copy is cheaper than hundreds of new views
 
     def sample(self, vector: Vector) -> Vector:
         """All numbers of small tensors, and a few of each large one, in memory of their own."""
@@ -503,7 +507,7 @@ class Layout:
 
     def by_entry(self, value: Any) -> list[Any]:
         """A number, or one for each tensor that has one, by entry: what belongs to its tensors."""
-        if not isinstance(value, Tensor) or not value.dim():
+        if isinstance(value, float) or not value.dim():
             return [value] * len(self.entries)
         sizes = [0 if entry.coordinates else len(entry.sizes) for entry in self.entries]
         return list(value.split(sizes))

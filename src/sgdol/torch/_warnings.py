@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
-
-from sgdol.torch._vectors import Layout
+from typing import Any, NamedTuple
 
 __all__ = ["Warnings"]
 
 RUNNING = 10
 """So many updates of size 0, or skipped ones, running are no accident."""
+
+
+class _Running(NamedTuple):
+    """How often something has happened running, and after how many updates the last time."""
+
+    times: int = 0
+    updates: int = -1
+
+    def after(self, updates: int, apart: int) -> _Running:
+        """It happens after so many updates; that is running if the last time was ``apart`` updates ago."""
+        return _Running(self.times + 1 if updates == self.updates + apart else 1, updates)
 
 
 class Warnings:
@@ -30,9 +37,7 @@ class Warnings:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._method = weakref.WeakMethod(say)
-        self._zeros = 0
-        self._skips = 0
-        self._alike = 0
+        self._zeros = self._skips = self._alike = _Running()
         self.several = False
         """Whether several gradients came in one step."""
 
@@ -75,15 +80,15 @@ class Warnings:
             "per step()."
         )
 
-    def skipped(self, groups: Sequence[dict[str, Any]]) -> None:
-        """An update was skipped because a gradient was not finite."""
-        self._skips += 1
-        if self._skips == RUNNING and "rule" in groups[0]:
+    def skipped(self, groups: Sequence[dict[str, Any]], updates: int) -> None:
+        """An update was skipped, after so many others, because a gradient was not finite."""
+        self._skips = self._skips.after(updates, 0)
+        if self._skips.times == RUNNING and "rule" in groups[0]:
             self._say(
                 f"SGDOLFree has skipped {RUNNING} steps running: the loss or gradients are not finite. A step that "
                 "goes too far is taken back, so look at the data, the loss and the precision."
             )
-        elif self._skips == RUNNING:
+        elif self._skips.times == RUNNING:
             rates = sorted({float(group["lr"]) for group in groups})
             self._say(
                 f"SGDOL has skipped {RUNNING} updates running: gradients are not finite, the training has diverged. "
@@ -91,20 +96,20 @@ class Warnings:
                 "If the very first gradients were not finite, look at the data and the loss."
             )
 
-    def updated(self, layout: Layout, step_sizes: Sequence[Any], squared: float, signal: float) -> None:
-        """An update was made: the step sizes of the groups that took part, and the numbers of its gradients."""
-        self._skips = 0
-        if self._identical(layout, squared, signal):
-            self._say(
-                "SGDOL was given the same gradient twice, so it cannot see any noise and is SGD at the rate lr. "
-                "Draw a fresh batch for every backward(), split a batch into microbatches, and give each rank its own "
-                "data. If the objective has no noise, all is well."
-            )
-        if any(eta != 0 for eta in step_sizes) or all(float(group["lr"]) == 0 for group in layout.groups):
-            self._zeros = 0
+    def identical(self) -> None:
+        """The gradients of an update of SGDOL were identical."""
+        self._say(
+            "SGDOL was given the same gradient twice, so it cannot see any noise and is SGD at the rate lr. "
+            "Draw a fresh batch for every backward(), split a batch into microbatches, and give each rank its own "
+            "data. If the objective has no noise, all is well."
+        )
+
+    def stood_still(self, groups: Sequence[dict[str, Any]], updates: int) -> None:
+        """All step sizes of an update were 0, after so many others."""
+        if all(float(group["lr"]) == 0 for group in groups):
             return
-        self._zeros += 1
-        if self._zeros == RUNNING:
+        self._zeros = self._zeros.after(updates, 1)
+        if self._zeros.times == RUNNING:
             self._say(
                 f"SGDOL's step size has been exactly 0 for {RUNNING} updates running: the gradients of a step "
                 "contradict each other more than independent draws of one objective do. Usual causes: different "
@@ -113,24 +118,17 @@ class Warnings:
                 "clipping hook: clip once, before step()); lr far too large; an objective that is all noise."
             )
 
-    def _say(self, message: str) -> None:
-        say = self._method()
-        if say is not None:
-            say(message)
-
-    def moved(self, layout: Layout, squared: float, signal: float) -> None:
-        """SGDOLFree has made a step: the numbers of its gradients."""
-        self._skips = 0
-        self._alike = self._alike + 1 if self._identical(layout, squared, signal) else 0
-        if self._alike == RUNNING:
+    def identical_again(self, updates: int) -> None:
+        """The gradients of a step of SGDOLFree were identical, after so many steps."""
+        self._alike = self._alike.after(updates, 1)
+        if self._alike.times == RUNNING:
             self._say(
                 f"SGDOLFree was given identical gradients in {RUNNING} steps running, so it cannot see any noise and "
                 "makes steps that are too long: the halves of the batch are the same samples, or the ranks have the "
                 "same data. Give each half, and each rank, samples of its own. Ignore this if there is no noise."
             )
 
-    @staticmethod
-    def _identical(layout: Layout, squared: float, signal: float) -> bool:
-        """Identical gradients have u = n: the same batch was used twice, or there is no noise at all."""
-        eps = torch.finfo(layout.entries[0].dtype).eps
-        return squared > 0 and abs(squared - signal) <= 8 * eps * squared
+    def _say(self, message: str) -> None:
+        say = self._method()
+        if say is not None:
+            say(message)
