@@ -182,6 +182,11 @@ class SGDOLFree(WatchingOptimizer):
         if not k:
             raise RuntimeError(f"step() found no new gradients: before each step() write {usage}, or give a closure")
         replays = [replay for replay in dict.fromkeys(origins) if replay is not None]
+        if any(replay.loss is None for replay in replays):
+            raise RuntimeError(
+                "a call of backward() raised an error before its last part, and the gradients of its other parts are "
+                "still in .grad: call opt.zero_grad() before you run the batch again"
+            )
         if None in origins or not replays:
             raise RuntimeError(
                 "SGDOLFree evaluates some batches at a second point, and loss.backward() does not tell how. Write "
@@ -195,7 +200,10 @@ class SGDOLFree(WatchingOptimizer):
                 "optimizer before its own backward()"
             )
         if passes.left_over:
-            raise RuntimeError("gradients were not zeroed after the last step(): call opt.zero_grad() after every step")
+            raise RuntimeError(
+                "gradients were not zeroed after the last step(): call opt.zero_grad() after every step, also after "
+                "one that raised an error"
+            )
         return Batch(replays, closure=False)
 
     def _leaves_out(self, batch: Batch) -> bool:
@@ -239,6 +247,8 @@ class SGDOLFree(WatchingOptimizer):
                 self._warnings.skipped(self.param_groups)
         except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C
             batch.undo()
+            for p in self._params():  # what a failed look-back has left is of another point
+                p.grad = None
             self._metrics.forget()
             self._remember()
             raise
