@@ -145,7 +145,7 @@ class Microbatches(Callback):
             return result
 
         self._patched = optimizer, vars(optimizer).get("step")
-        pl_module.optimizer_step = optimizer_step  # type: ignore[method-assign]
+        pl_module.optimizer_step = optimizer_step  # type: ignore[method-assign, assignment]
         optimizer.step = closure_first
 
     def _accumulates(self, trainer: Trainer) -> bool:
