@@ -117,7 +117,7 @@ class Replay:
         self._call, self._buffers = call, buffers
         self.passes, self.whole = passes, whole
         self.loss: Any = None
-        """What the first call returned."""
+        """What the first call returned; None if it raised an error."""
         self._scale: Any = 1.0
         self._accelerators = sorted({device for some in buffers for device in some.devices}, key=str)
         self._random: dict[torch.device, Tensor] = {}

@@ -20,7 +20,15 @@ from sgdol.torch._blocks import Blocks, Granularity, Learned, share
 from sgdol.torch._checkpoint import Blanks, first_step_size
 from sgdol.torch._direction import Directions
 from sgdol.torch._gradients import Gradients, HeldPair
-from sgdol.torch._options import LEARNED_WITH, OPTIONS, Catalogue, every_group_has_a_rate, materialise, refuse_unknown
+from sgdol.torch._options import (
+    LEARNED_WITH,
+    OPTIONS,
+    Catalogue,
+    every_group_has_a_rate,
+    materialise,
+    refuse_unknown,
+    unknown_in_group,
+)
 from sgdol.torch._update import Gate, move
 from sgdol.torch._vectors import Layout, as_number
 from sgdol.torch._world import Measured
@@ -235,6 +243,9 @@ class SGDOL(WatchingOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; it may bring any of the constructor's options."""
         if isinstance(param_group, dict):
+            unknown = unknown_in_group(param_group, len(self.param_groups), "SGDOL", ("smoothness", *OPTIONS))
+            if unknown is not None:
+                self._warn(unknown)
             param_group = self._catalogue.group(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]

@@ -15,6 +15,11 @@ __all__ = ["Warnings"]
 RUNNING = 10
 """So many updates of size 0, or skipped ones, running are no accident."""
 
+SMALLEST, LARGEST = 0.02, 50.0
+"""lr of SGDOLFree, which is a multiplier, looks like another optimizer's learning rate outside of this range..."""
+WARM_UP = 100
+"""...but a schedule by hand that rises from step to step may stay below it for so many steps."""
+
 
 class _Running(NamedTuple):
     """How often something has happened running, and after how many updates the last time."""
@@ -38,6 +43,9 @@ class Warnings:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._method = weakref.WeakMethod(say)
         self._zeros = self._skips = self._alike = _Running()
+        self._lr: float | None = None
+        self._low: int | None = None
+        self._absolute = False
         self.several = False
         """Whether several gradients came in one step."""
 
@@ -127,6 +135,45 @@ class Warnings:
                 "makes steps that are too long: the halves of the batch are the same samples, or the ranks have the "
                 "same data. Give each half, and each rank, samples of its own. Ignore this if there is no noise."
             )
+
+    def given(self, lr: float, *, smallest: float = SMALLEST) -> None:
+        """The largest lr of the groups of an SGDOLFree that is being made, or gets another group."""
+        if lr and not smallest <= lr <= LARGEST:
+            self._looks_absolute(lr)
+
+    def multiplied(self, lr: float, updates: int) -> None:
+        """SGDOLFree multiplies a step by lr, the largest of its groups. Zero freezes, and is never warned of.
+
+        A schedule passes through small values, so a low lr is suspected only if it comes from more than
+        1/SMALLEST times as much (1 before the first step) in one step, and warned of when it does not rise after that.
+        """
+        before = self._lr
+        if before is None:
+            before = lr if updates else 1.0  # of a run that is resumed nobody knows what was before
+        if lr == 0:
+            return
+        self._lr = lr
+        if lr > LARGEST:
+            self._looks_absolute(lr)
+        elif lr >= SMALLEST:
+            self._low = None
+        elif self._low is not None:
+            self._low += 1
+            if lr <= before or self._low >= WARM_UP:
+                self._looks_absolute(lr)
+        elif before >= SMALLEST and lr < SMALLEST * before:
+            self._low = 0
+
+    def _looks_absolute(self, lr: float) -> None:
+        if self._absolute:
+            return
+        self._absolute = True
+        wrong = f"{1 / lr:,.0f} times too short" if lr < 1 else f"{lr:,.0f} times too long"
+        self._say(
+            f"lr={lr:g} looks like another optimizer's learning rate. In SGDOLFree lr is a factor on the learned step "
+            f"size, so every step is {wrong}: write SGDOLFree(params), and delete the line that sets lr. A schedule "
+            "multiplies by 1 at its highest."
+        )
 
     def _say(self, message: str) -> None:
         say = self._method()
