@@ -108,12 +108,12 @@ class Measured(NamedTuple):
 
 
 def uses_hindsight(learner: Learner) -> bool:
-    """Whether ``observe`` wants to be told what the last step turned out to be worth (``last=``)."""
+    """True if the learner's ``observe`` needs ``last=``, the product of the new gradient and the last direction."""
     return bool(getattr(learner, "hindsight", False))
 
 
 def suggested_kappa(learner: Learner) -> float:
-    """Alpha in units of the first squared gradient, where neither is given: 10 with hindsight, else 1, the paper's."""
+    """The default of kappa, which is alpha in units of the first squared gradient: 10 with hindsight, else 1."""
     return 10.0 if uses_hindsight(learner) else 1.0
 
 

@@ -51,9 +51,9 @@ def signal_to_noise(signal: Array, length: Array) -> Array:
 
 
 def noise_scale(signal: Array, length: Array, k: Array) -> Array:
-    r"""The gradient noise scale in units of one of the k gradients: that many averaged have as much signal as noise.
+    r"""How many of the k gradients have to be averaged until signal and noise are equal.
 
-    From 0 (no noise) to infinity (no signal was seen); not a number before any update.
+    From 0 (no noise) to infinity (no signal was seen); nan before any update.
 
     Args:
         signal: the sum of u, or its moving average.

@@ -166,7 +166,7 @@ def test_partition_gives_each_part_its_own():
     np.testing.assert_allclose(iterates, expected.iterates, rtol=0, atol=1e-12)
     average = flat(averaged_params(state, tree(np.zeros(6))))
     np.testing.assert_allclose(average, polynomial_average(expected.iterates[1:], 8), rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match=r"one of several by itself. Found: .*\['one'\].*\['two'\]"):
+    with pytest.raises(ValueError, match=r"one at a time. Found: .*\['one'\].*\['two'\]"):
         diagnostics(state)
     assert diagnostics(state.inner_states["one"])["updates"] == 10
 

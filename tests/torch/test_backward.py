@@ -128,6 +128,7 @@ def test_something_else_may_run_the_passes():
         ((torch.ones(4, 3), torch.ones(5, 1)), 2, ValueError, r"batch\[0\] has 4 samples, batch\[1\] 5"),
         ((torch.ones(0, 3), torch.ones(0, 1)), 2, ValueError, "batch must have at least one sample"),
         ((torch.tensor(1.0), 2), 2, ValueError, "batch has no tensor with a first axis"),
+        ((), 2, ValueError, r"batch has no tensor .*: write backward\(lambda x, y: "),
         ((torch.ones(4, 3), torch.ones(4, 1)), 0, ValueError, "parts must be a whole number of passes"),
         ((torch.ones(4, 3), torch.ones(4, 1)), 1.5, ValueError, "parts must be a whole number of passes"),
     ],

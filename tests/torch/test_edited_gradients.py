@@ -8,7 +8,7 @@ import torch
 from sgdol import SGDOL
 from sgdol.surrogate import statistics
 
-CHANGED = "more than one factor per tensor"
+CHANGED = "in another way than by multiplying whole tensors"
 
 
 def parameters():

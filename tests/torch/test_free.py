@@ -664,7 +664,7 @@ def test_gradients_that_were_changed_by_more_than_a_factor_are_said(edit, parts)
             if edit == "clipped entries":
                 clamp(p)
 
-    with pytest.warns(UserWarning, match="more than one factor per tensor"):
+    with pytest.warns(UserWarning, match="in another way than by multiplying whole tensors"):
         opt.step(net_closure(opt, net, batch(0), parts, change))
 
 
@@ -692,7 +692,7 @@ def test_ten_skips_running_are_said_once():
     opt.step(net_closure(opt, net, batch(0)))
     for _ in range(9):
         opt.step(bad)
-    with pytest.warns(UserWarning, match="skipped 10 steps running"):
+    with pytest.warns(UserWarning, match="skipped 10 steps in a row"):
         opt.step(bad)
     for _ in range(30):
         opt.step(bad)
@@ -704,15 +704,20 @@ def test_an_option_of_another_optimizer_is_refused_in_a_sentence(option):
         SGDOLFree(network().parameters(), **{option: 1})
 
 
-def test_nothing_but_evaluating_is_done_inside_averaged():
+def test_a_module_in_place_of_its_parameters_is_refused_in_a_sentence():
+    with pytest.raises(TypeError, match=r"got a module: give its \.parameters\(\)"):
+        SGDOLFree(network())
+
+
+def test_nothing_but_evaluating_and_saving_is_done_inside_averaged():
     net = network()
     opt = SGDOLFree(net.parameters())
     train_network(net, opt, 0, 3)
     with opt.averaged():
         with pytest.raises(RuntimeError, match=r"step\(\) inside averaged\(\)"):
             train_network(net, opt, 3, 4)
-        with pytest.raises(RuntimeError, match="does not nest"):
-            opt.averaged_state_dict(net)
+        with pytest.raises(RuntimeError, match="does not nest"), opt.averaged():
+            pass
     train_network(net, opt, 3, 4)
 
 
@@ -802,6 +807,9 @@ def test_the_averaged_state_dict_is_the_model_at_the_average():
     for name, p in net.named_parameters():
         assert torch.equal(saved[name], opt.state[p]["average"]), name
         assert not torch.equal(saved[name], p), name
+    with opt.averaged():  # where it has just been evaluated
+        inside = opt.averaged_state_dict(net)
+    assert all(torch.equal(inside[name], value) for name, value in saved.items())
     train_network(net, opt, 12, 14)
 
 

@@ -296,7 +296,7 @@ def test_an_ordinary_loop_is_shown_the_line_to_change():
     opt.zero_grad()
     backward(loss_of(net), *batch(0))
     loss_of(net)(*batch(0)).backward()
-    with pytest.raises(RuntimeError, match=r"loss\.backward\(\) does not tell how"):
+    with pytest.raises(RuntimeError, match=r"cannot do after loss\.backward\(\)"):
         opt.step()
     opt.zero_grad()
     backward(loss_of(net), *batch(0))

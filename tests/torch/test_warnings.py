@@ -14,7 +14,7 @@ from sgdol.torch import backward
 
 HOLDS = "updates at every second step"
 ZERO = "exactly 0"
-DIVERGED = "skipped 10 updates running"
+DIVERGED = "skipped 10 updates in a row"
 NOT_ZEROED = "not zeroed"
 
 

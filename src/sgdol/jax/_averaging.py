@@ -56,8 +56,8 @@ def averaged_params(state: Any, params: Any) -> Any:
         state: the state of an optimizer that has ``sgdol(..., averaging=a)`` in it, however deep: in a chain, in
             ``inject_hyperparams``, ``MultiSteps``, ``masked``, ``apply_if_finite``; with ``partition``
             (``multi_transform``), every part has an average of its own.
-        params: the parameters. What no average follows, because a mask leaves it out, is taken from here; so are the
-            types.
+        params: the parameters. They give the dtypes of the result, and the values of parameters that a mask excludes
+            from the average.
 
     Raises:
         ValueError: if there is no average in the state.

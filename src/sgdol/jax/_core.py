@@ -376,12 +376,13 @@ class Core:
             if has != wanted:
                 words = ("without", "with") if wanted else ("with", "without")
                 raise ValueError(
-                    f"state was made {words[0]} {name} and this optimizer is {words[1]}: init a state of its own"
+                    f"state was made {words[0]} {name} and this optimizer is {words[1]}: make a new state by its "
+                    "init(params)"
                 )
         if not per_coordinate and state.blocks.shape[-1] != 2 + self._kind.num_leaves:
             raise ValueError(
                 f"state was made with another learner: it has {state.blocks.shape[-1] - 2} numbers, and "
-                f"{type(self._learner).__name__} has {self._kind.num_leaves}: init a state of its own"
+                f"{type(self._learner).__name__} has {self._kind.num_leaves}: make a new state by init(params)"
             )
 
 

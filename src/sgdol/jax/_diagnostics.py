@@ -25,16 +25,16 @@ def diagnostics(state: Any) -> dict[str, Any]:
       move over that of a move with s = 1). In the state of :func:`scale_by_sgdol` alone, it is the multiplier s.
     * ``signal_to_noise``: :math:`\sum u / \sum (n - u)` over about the last hundred updates: signal and noise of the
       direction, from 0 to :math:`2^{52}` (no noise).
-    * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have as
-      much signal as noise. From 0 to infinity (no signal); times the microbatch size it is the "simple" one of
-      McCandlish et al. (2018). Both are not a number before the first update.
+    * ``noise_scale``: how many of the k gradients have to be averaged until signal and noise are equal, from 0 (no
+      noise) to infinity (no signal was seen). Times the microbatch size it is the "simple" gradient noise scale of
+      McCandlish et al. (2018). Both ratios are nan before the first update.
     * ``updates``, ``skipped`` (non-finite gradients), ``gradients`` (k of the last update).
     * ``pending``: whether a gradient is held.
     * ``identical``: how many updates were given the same gradient twice. Unless the objective has no noise, that is a
       mistake: draw a fresh batch for every gradient, split a batch with :func:`sgdol.jax.microbatch_grads`, and give
       each device its own data.
     * ``cumulative_surrogate``: :math:`\sum_t \ell_t(\eta_t)`, which bounds the change of f in expectation.
-    * ``regret``: that minus what the best fixed s would have had, for all blocks the same.
+    * ``regret``: ``cumulative_surrogate`` minus its value had the best fixed s been used in all blocks.
 
     :func:`sgdol_free` has, in place of the last four, ``smoothness`` (M as measured so far), ``loss`` (a running mean
     of the batch losses, over about ten steps), ``evaluations`` (of a batch), ``rejections`` (steps taken back after a
@@ -61,7 +61,7 @@ def diagnostics(state: Any) -> dict[str, Any]:
     if len(found) != 1:
         paths = ", ".join(f"state{path}" for path, _ in found) or f"none in {type(state).__name__}"
         raise ValueError(
-            f"diagnostics needs a state with one SGDOL in it; give one of several by itself. Found: {paths}"
+            f"diagnostics needs a state with exactly one SGDOL in it; of several, give it one at a time. Found: {paths}"
         )
     inner: Any = found[0][1]
     if isinstance(inner, SGDOLFreeState):

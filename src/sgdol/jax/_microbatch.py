@@ -47,10 +47,10 @@ def microbatch_grads(
         value: return (the loss of the batch, the gradients) instead.
         has_aux: ``loss`` returns (the scalar, something else), as for ``jax.grad``: return (the gradients, that of all
             parts stacked), or with ``value`` ((the loss of the batch, that of all parts stacked), the gradients).
-        one_by_one: one part after the other, so that only one at a time needs memory for its activations, as in
-            gradient accumulation; else all at once, by ``vmap``.
-        axis_name: under ``shard_map`` or ``pmap``, the name of the devices: each gets the gradients of its own batch.
-            ``shard_map`` would otherwise sum them.
+        one_by_one: True to compute the parts one after the other, which needs memory for the activations of one part
+            only, as gradient accumulation does; False for all at once, by ``vmap``.
+        axis_name: under ``shard_map`` or ``pmap``, the name of the axis of devices. Each device then gets the gradients
+            of its own batch; without the name ``shard_map`` sums them.
 
     Returns:
         A function of ``(params, *batch)``. Arrays in ``batch``, which may be a tree, have the samples along their first
@@ -140,10 +140,11 @@ def _times(stacked: jax.Array, weights: Any) -> jax.Array:
 
 
 def mean_of_microbatches() -> optax.GradientTransformation:
-    """The mean over the first axis of stacked gradients, for what is not SGDOL.
+    """Turn stacked gradients into ordinary ones, by their mean over the first axis.
 
-    In ``optax.partition``, every part gets stacked gradients, and only SGDOL knows what to do with them. In front of
-    the others this makes ordinary gradients of them. ``update`` needs ``params``, whose shapes say what is stacked.
+    In ``optax.partition`` with SGDOL in it, every optimizer is given the stacked gradients. Put this transformation in
+    front of the optimizers that expect ordinary gradients. ``update`` needs ``params``, whose shapes tell stacked
+    gradients from ordinary ones.
 
     >>> import jax.numpy as jnp
     >>> from sgdol.jax import sgdol

@@ -56,8 +56,8 @@ def sgdol(options: Options) -> optax.GradientTransformationExtraArgs:  # noqa: D
             good one; None for no average. It follows params + updates as they leave this transformation, so in a
             chain nothing that changes updates may come after it.
         learner: the online learner of the step size; None for :class:`sgdol.learners.MeasuredCurvature`.
-        metric: in which lengths are taken: ``"euclidean"``, the paper's; ``"rms"``; ``"adagrad"``; ``"kronecker"``; or
-            an object of :mod:`sgdol.metrics`.
+        metric: the norm in which steps and gradients are measured: ``"euclidean"``, the paper's; ``"rms"``;
+            ``"adagrad"``; ``"kronecker"``; or an object of :mod:`sgdol.metrics`.
         param_labels: which group each parameter is in.
         axis_name: of the devices under ``shard_map`` or ``pmap``, each of which has gradients of its own.
         record: keep the sums for :func:`sgdol.jax.diagnostics`, a few numbers.
@@ -98,7 +98,8 @@ def sgdol(options: Options) -> optax.GradientTransformationExtraArgs:  # noqa: D
         if len(state) != (2 if averaging is None else 3):
             words = ("with", "without") if averaging is None else ("without", "with")
             raise ValueError(
-                f"state was made {words[0]} averaging and this optimizer is {words[1]}: init a state of its own"
+                f"state was made {words[0]} averaging and this optimizer is {words[1]}: make a new state by its "
+                "init(params)"
             )
         scaled, new = core.update(updates, state[0], params, others, rate(state[1]))
         updates, after = rates.update(scaled, state[1], params)
@@ -117,7 +118,7 @@ def scale_by_sgdol(options: Scaling) -> optax.GradientTransformationExtraArgs:  
     The direction d_t is an average with momentum beta, so :math:`d_t/(1 - \beta)` is the trace of ``optax.sgd``:
     ``optax.chain(scale_by_sgdol(), optax.scale_by_learning_rate(lr))`` is ``sgdol(lr)``.
 
-    ``update`` takes them in any of three ways:
+    ``update`` takes the independent gradients in one of three ways:
 
     1. ``update(grads, state)``: calls alternate. The first holds its gradient and returns zeros, so that the parameters
        stay where they are; the second completes the pair. Two batches make one update, Algorithm 1's own protocol.
@@ -128,8 +129,8 @@ def scale_by_sgdol(options: Scaling) -> optax.GradientTransformationExtraArgs:  
     The gradients of a pair must come from different samples: equal ones turn SGDOL into SGD at its rate, and
     ``identical`` in :func:`sgdol.jax.diagnostics` counts them. After way 2 or 3 moved the parameters, a gradient that
     was held before is out of date and is dropped. If any gradient of an update is not finite, the update is zero, the
-    sums stay as they were, and a held gradient is dropped. Gradients may be of any size that their type holds: sums are
-    kept in a unit that suits the first of them.
+    sums stay as they were, and a held gradient is dropped. Very large and very small gradients are
+    safe: sums are kept in units of a power of two that is taken from the first gradient.
 
     **Data parallel.** With ``axis_name``, inside ``shard_map`` or ``pmap``, each device gives ``update`` its *own*
     gradients in any of the three ways, not yet averaged, and k is their number over all devices: one gradient on

@@ -184,9 +184,9 @@ ADULT = Experiment(
             "Classification of the adult data, other methods",
             _OTHER_METHODS,
             ("mean_squared_gradient",),
-            "Mean squared gradient. The minimum is not known, so that there is no gap to show. A number f(x_T) marks a"
-            " run that ended above f(x_1) = 0.5: it has jumped to where the loss is flat, and its small gradients mean"
-            " nothing.",
+            "Mean squared gradient. The minimum is unknown, so no optimality gap is drawn. A label f(x_T) marks a run"
+            " that ended above f(x_1) = 0.5: it jumped to a flat region, where gradients are small without"
+            " convergence.",
         ),
     ),
     grids={

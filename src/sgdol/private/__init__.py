@@ -1,4 +1,4 @@
-"""SGDOL under differential privacy: a step size that is learned from what is released anyway.
+"""SGDOL under differential privacy: the step size is learned from the released gradients, at no cost in privacy.
 
 ``PrivateSGDOL`` is one line after Opacus' ``make_private``; ``LocalSGDOL`` is the server of the paper's own setting, in
 which every user sends one noised gradient. Needs the extra ``private``. Privacy: docs/explanation/private.md.

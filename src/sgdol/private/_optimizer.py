@@ -231,8 +231,8 @@ def _check(optimizer: Any, source: Any, momentum: float) -> None:
     wrapped = optimizer.original_optimizer
     if type(wrapped) is not torch.optim.SGD:
         raise ValueError(
-            "make_private must be given torch.optim.SGD(parameters, lr): its lr is the base rate 1/M, and the learned "
-            f"multiplier is of its steps; got {type(wrapped).__name__}"
+            "make_private must be given torch.optim.SGD(parameters, lr), whose lr is the base rate 1/M of the learned "
+            f"multiplier; got {type(wrapped).__name__}"
         )
     for group in wrapped.param_groups:
         if group["momentum"] or group["maximize"]:

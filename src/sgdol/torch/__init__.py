@@ -1,4 +1,4 @@
-"""The PyTorch front end: the optimizer, averages of its iterates, and a log of what it learns."""
+"""SGDOL and SGDOLFree for PyTorch, ``backward`` for their training loop, averages of the weights, and a log."""
 
 # ruff: noqa: E402  # what is missing is said before anything needs it
 from sgdol._extras import require

@@ -69,7 +69,7 @@ def random_iterate(seed: int = 0) -> AverageFunction:
     iterate, also after resuming.
 
     Args:
-        seed: which draw.
+        seed: the seed of the draw.
 
     >>> choose = random_iterate(seed=0)
     >>> choose(torch.tensor(1.0), torch.tensor(2.0), 0)  # the first iterate is always taken

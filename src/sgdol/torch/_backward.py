@@ -16,6 +16,8 @@ from sgdol.torch._rerun import INTERESTED, RUNNING, Replay, interested
 
 __all__ = ["backward", "repeatable", "split", "watched"]
 
+USAGE = "write backward(lambda x, y: criterion(model(x), y), inputs, targets)"
+
 
 def backward(
     loss_fn: Callable[..., Tensor],
@@ -128,16 +130,15 @@ def _run_passes(
 
 def _refuse_what_cannot_run_again(loss_fn: Any, batch: tuple[Any, ...]) -> None:
     """The model has to be called inside."""
-    usage = "write backward(lambda x, y: criterion(model(x), y), inputs, targets)"
     if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function of the batch, got {_shown(loss_fn)}: {usage}")
+        raise TypeError(f"loss_fn must be a function of the batch, got {_shown(loss_fn)}: {USAGE}")
     if isinstance(loss_fn, _Loss):
-        raise TypeError(f"loss_fn must be a function of the batch that calls the model, got {loss_fn!r}: {usage}")
+        raise TypeError(f"loss_fn must be a function of the batch that calls the model, got {loss_fn!r}: {USAGE}")
     for path, value in _leaves(batch, "batch"):
         if isinstance(value, Tensor) and value.grad_fn is not None:
             raise ValueError(
-                f"{path} comes out of a model and has a graph, which can be run back through only once: call the model "
-                f"inside of loss_fn, on the batch itself: {usage}"
+                f"{path} comes out of a model: it has a grad_fn, whose graph can be differentiated only once. Call the "
+                f"model inside of loss_fn, on the batch itself: {USAGE}"
             )
 
 
@@ -155,7 +156,7 @@ def split(batch: Sequence[Any], parts: int) -> Iterator[tuple[float, tuple[Any, 
     if not sizes:
         raise ValueError(
             "batch has no tensor with a first axis to split, and no list: give backward() the tensors themselves, or "
-            "indices"
+            f"indices: {USAGE}"
         )
     samples = sizes[0][1]
     other = next(((path, size) for path, size in sizes if size != samples), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ class WatchingOptimizer(Optimizer):
         >>> sorted(opt.averaged_state_dict(model))
         ['bias', 'weight']
         """
-        with self.averaged():
+        with nullcontext() if self._swapped else self.averaged():
             return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     # Watching ---------------------------------------------------------------------------------------------------------
@@ -163,8 +163,8 @@ class WatchingOptimizer(Optimizer):
             if p.requires_grad and not is_sharded(p) and not is_lazy(p) and type(local(p.detach())) is not Tensor:
                 raise TypeError(
                     f"{type(self).__name__} cannot train parameter {index}, a {type(p).__name__} of shape "
-                    f"{tuple(p.shape)}: a tensor with kernels of its own need not have numbers that can be read. Use "
-                    "an ordinary tensor; a DTensor and subclasses that only add methods are supported"
+                    f"{tuple(p.shape)}: the numbers of such a tensor subclass may not be readable. Use an ordinary "
+                    "tensor; DTensor and subclasses that only add methods are supported"
                 )
 
     def _refuse_sparse(self, params: list[Tensor]) -> None:

@@ -27,7 +27,7 @@ from sgdol.torch._free_options import (
     refuse_other_states,
     refuse_scaled,
 )
-from sgdol.torch._options import unknown_in_group
+from sgdol.torch._options import materialise, unknown_in_group
 from sgdol.torch._probes import MOVED, Batch, Evaluation, Probes, root
 from sgdol.torch._rerun import Buffers, Replay
 from sgdol.torch._update import Gate, move
@@ -123,7 +123,7 @@ class SGDOLFree(WatchingOptimizer):
         defaults = checked(given, unknown)
         self._settings = Settings()
         self._prepare()
-        super().__init__(params, defaults)
+        super().__init__(materialise(params), defaults)
         self._warnings.given(largest(self.param_groups))
 
     def _prepare(self) -> None:
@@ -189,7 +189,7 @@ class SGDOLFree(WatchingOptimizer):
             )
         if None in origins or not replays:
             raise RuntimeError(
-                "SGDOLFree evaluates some batches at a second point, and loss.backward() does not tell how. Write "
+                "SGDOLFree evaluates some batches a second time, which it cannot do after loss.backward(). Write "
                 f"{usage} in place of computing the loss and loss.backward(): it costs the same. Or give step() a "
                 "closure that evaluates the batch"
             )
@@ -262,7 +262,7 @@ class SGDOLFree(WatchingOptimizer):
         """Context manager: inside, the parameters are the average of the weights, for evaluation and saving.
 
         Only parameters are averaged. For a model with BatchNorm call :func:`torch.optim.swa_utils.update_bn` inside, so
-        that its statistics are those of the averaged parameters.
+        that its statistics are those of the averaged parameters; they stay in the model at the end.
         """
         if not self._swapped and self._world().mean(float(self._moved()))[0]:
             raise RuntimeError(MOVED)
@@ -278,11 +278,11 @@ class SGDOLFree(WatchingOptimizer):
         * ``step_size``: lr eta of the last step, one per parameter group; ``smoothness``: M as measured so far.
         * ``loss``: a running mean of the batch losses, over about ten steps.
         * ``signal_to_noise``: sum of u over sum of n - u, over about the last hundred steps; at least 0.
-        * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have
-          as much signal as noise; infinite if no signal was seen.
-        * ``updates``, ``skipped`` (batches that are not finite), ``gradients`` (k of the last step).
-        * ``evaluations``: of batches; ``rejections``: steps taken back after a look-back; ``rollbacks``:
-          returns to the average after a jump of the loss.
+        * ``noise_scale``: how many of the k gradients have to be averaged until signal and noise are equal; infinite
+          if no signal was seen.
+        * ``updates``; ``skipped``: steps left out because the batch was not finite; ``gradients``: k of the last step.
+        * ``evaluations``: how often a batch was evaluated; ``rejections``: steps undone after a look-back;
+          ``rollbacks``: returns to the average after a jump of the loss.
         """
         state = self._rule()
         k = self.param_groups[0].get("gradients", 0)
@@ -475,7 +475,7 @@ class SGDOLFree(WatchingOptimizer):
         return FreeBlanks(self.param_groups, self.state, self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as :meth:`load_state_dict` takes it; see ``_checkpoint`` for torch.distributed.checkpoint."""
+        """The state for :meth:`load_state_dict`. For torch.distributed.checkpoint call its ``get_state_dict``."""
         state_dict = super().state_dict()
         return checkpoint.complete(state_dict, self._blanks) if checkpoint.is_asked() else state_dict
 

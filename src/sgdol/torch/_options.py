@@ -73,11 +73,11 @@ LEARNED_WITH = (
 """What has been learned means something only with the same of these: a saved state is refused by another."""
 
 INSTEAD = {
-    "betas": "momentum=0.9 is Adam's first beta; metric='rms' measures in what its second one is for",
-    "nesterov": "momentum=0.9 alone is what has been measured",
-    "dampening": "its momentum is SGD's without dampening",
-    "eps": "nothing is divided by what could be 0",
-    "amsgrad": "metric='adagrad' is a metric that forgets nothing",
+    "betas": "give the first one as momentum; metric='rms' takes the place of the second",
+    "nesterov": "its momentum is ordinary (heavy-ball) momentum; leave nesterov out",
+    "dampening": "its momentum is that of SGD without dampening; leave it out",
+    "eps": "its divisors are never 0; leave eps out",
+    "amsgrad": "metric='adagrad' weights all past gradients equally, which has the same purpose",
     "fused": "foreach=True updates many tensors at once",
     "capturable": "step() never waits for a device",
     "differentiable": "step() cannot be differentiated through",

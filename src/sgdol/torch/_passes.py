@@ -178,8 +178,8 @@ class Passes:
         if self.overlapping:
             self.reset()
             raise RuntimeError(
-                "backward() ran in several threads at the same time, so that what each of them has added to .grad "
-                "cannot be told: run the backward passes of one step one after the other"
+                "backward() ran in several threads at the same time, so their contributions to .grad cannot be "
+                "separated: run the backward passes of one step one after the other"
             )
 
     # While a backward runs --------------------------------------------------------------------------------------------

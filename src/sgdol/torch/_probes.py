@@ -25,9 +25,9 @@ from sgdol.torch._vectors import Layout, Vector
 __all__ = ["MOVED", "Batch", "Evaluation", "Probes", "loss_of"]
 
 MOVED = (
-    "the parameters were changed by something else since the last step of SGDOLFree, which compares points and would "
-    "be misled. If that was on purpose, say so: opt.moved() after clipping or projecting, opt.restart() after loading "
-    "other weights"
+    "the parameters were changed by something else since the last step of SGDOLFree, which compares gradients at the "
+    "points of its own steps. If the change was on purpose, call opt.moved() after clipping or projecting weights, and "
+    "opt.restart() after loading other weights"
 )
 
 
@@ -179,8 +179,8 @@ class Probes:
         if changed is not None:
             index = next(i for i, p in enumerate(self._params) if p is changed[0])
             raise RuntimeError(
-                f"parameter {index} is of {changed[0].shape} now, and what is known of it of {changed[1]}: call "
-                "opt.restart(), which forgets everything, to go on with the new one"
+                f"parameter {index} is of {changed[0].shape} now, its saved state of {changed[1]}: call opt.restart(), "
+                "which discards everything learned, to go on with the new shape"
             )
 
     def _begin(self) -> None:

@@ -177,7 +177,7 @@ class SGDOL(WatchingOptimizer):
 
     @property
     def learner(self) -> Learner:
-        """The online learner of the groups that bring none."""
+        """The online learner of parameter groups that do not set their own."""
         return self._catalogue.learner
 
     # The public face --------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class SGDOL(WatchingOptimizer):
 
     @property
     def pending(self) -> bool:
-        """Whether a gradient is held: the next ``step()`` completes the pair and updates."""
+        """True if one gradient is held: the next ``step()`` adds the second one and updates."""
         return self._pair.pending
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -220,8 +220,9 @@ class SGDOL(WatchingOptimizer):
         .. math:: \bar x_t = \bar x_{t-1} + \frac{a + 1}{t + a} (x_{t+1} - \bar x_{t-1}),
 
         a mean in which the weights of step t count about as :math:`t^a`. Buffers are not averaged: for BatchNorm call
-        :func:`torch.optim.swa_utils.update_bn` inside. Changes to the parameters inside are undone at the end. To
-        resume training later, save the model outside, together with the optimizer, whose state holds the average.
+        :func:`torch.optim.swa_utils.update_bn` inside. Changes of parameters inside are undone at the end, changes of
+        buffers stay. To resume training later, save the model outside, together with the optimizer, whose state holds
+        the average.
         Groups without averaging keep their parameters.
 
         >>> x = torch.nn.Parameter(torch.tensor([4.0]))
@@ -262,12 +263,12 @@ class SGDOL(WatchingOptimizer):
           do not count.
         * ``signal_to_noise``: :math:`\sum u / \sum (n - u)` over the recent updates: signal and noise of the direction.
           From 0 (a sum of u that noise has made negative counts as 0) to :math:`2^{52}` (no noise at all).
-        * ``noise_scale``: the gradient noise scale in units of one of the k gradients: that many averaged would have as
-          much signal as noise. Times the microbatch size it is the "simple" one of McCandlish et al. (2018). From 0
-          (no noise) to infinity (no signal was seen). Both are not a number before the first update.
+        * ``noise_scale``: how many of the k gradients have to be averaged until signal and noise are equal, from 0 (no
+          noise) to infinity (no signal was seen). Times the microbatch size it is the "simple" gradient noise scale of
+          McCandlish et al. (2018). Both ratios are nan before the first update.
         * ``updates``, ``skipped`` (non-finite gradients), ``gradients`` (k of the last update), ``pending``.
         * ``cumulative_surrogate``: :math:`\sum_t \ell_t(\eta_t)`, which bounds the change of f in expectation.
-        * ``regret``: that minus what the best fixed s would have had, for all blocks the same.
+        * ``regret``: ``cumulative_surrogate`` minus its value had the best fixed s been used in all blocks.
         """
         group = self.param_groups[0]
         return {
@@ -406,7 +407,7 @@ class SGDOL(WatchingOptimizer):
     # Saving and loading -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as :meth:`load_state_dict` takes it; see ``_checkpoint`` for torch.distributed.checkpoint."""
+        """The state for :meth:`load_state_dict`. For torch.distributed.checkpoint call its ``get_state_dict``."""
         state_dict = super().state_dict()
         return checkpoint.complete(state_dict, self._blanks) if checkpoint.is_asked() else state_dict
 

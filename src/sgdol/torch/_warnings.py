@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 __all__ = ["Warnings"]
 
 RUNNING = 10
-"""So many updates of size 0, or skipped ones, running are no accident."""
+"""So many updates of size 0, or skipped ones, in a row are no accident."""
 
 SMALLEST, LARGEST = 0.02, 50.0
 """lr of SGDOLFree, which is a multiplier, looks like another optimizer's learning rate outside of this range..."""
@@ -74,18 +74,19 @@ class Warnings:
     def not_zeroed(self) -> None:
         """Gradients of the step before were there when the first backward of this one came."""
         self._say(
-            "gradients were not zeroed after the last step(), so that those of this step were added to them. They "
-            "count as agreeing, and the step size grows on noise: call zero_grad() after every step()."
+            "gradients were not zeroed after the last step(), so this step's gradients were added to the old ones. "
+            "SGDOL takes what they share for signal, and its step size becomes too large: call zero_grad() after every "
+            "step()."
         )
 
     def bent(self) -> None:
         """Gradients were changed after a backward by more than a factor each."""
         self._say(
-            "something has changed .grad after backward() by more than one factor per tensor (noise that was added, "
-            "clamped entries, a post-accumulate hook that clips), so that the noise in it is not known any more, and "
-            "the step size is wrong. clip_grad_norm_ after the last backward() is right; Tensor.register_hook, which "
-            "changes each gradient before it is measured, is right; and for SGDOL so is anything with one backward() "
-            "per step()."
+            "between backward() and step(), .grad was changed in another way than by multiplying whole tensors (added "
+            "noise, clamped entries, a post-accumulate hook that clips). The noise of the gradients can no longer be "
+            "estimated, and the step size is wrong. These changes are supported: clip_grad_norm_ after the last "
+            "backward(); Tensor.register_hook, which changes each gradient before it is measured; and, with SGDOL and "
+            "one backward() per step(), any change."
         )
 
     def skipped(self, groups: Sequence[dict[str, Any]], updates: int) -> None:
@@ -93,13 +94,14 @@ class Warnings:
         self._skips = self._skips.after(updates, 0)
         if self._skips.times == RUNNING and "rule" in groups[0]:
             self._say(
-                f"SGDOLFree has skipped {RUNNING} steps running: the loss or gradients are not finite. A step that "
-                "goes too far is taken back, so look at the data, the loss and the precision."
+                f"SGDOLFree has skipped {RUNNING} steps in a row: the loss or the gradients are not finite. The step "
+                "size is not the cause, because steps that are too long are undone: look for inf and nan in the data, "
+                "in the loss function and in what overflows in low precision."
             )
         elif self._skips.times == RUNNING:
             rates = sorted({float(group["lr"]) for group in groups})
             self._say(
-                f"SGDOL has skipped {RUNNING} updates running: gradients are not finite, the training has diverged. "
+                f"SGDOL has skipped {RUNNING} updates in a row: gradients are not finite, the training has diverged. "
                 f"lr={', '.join(f'{rate:g}' for rate in rates)} is probably too large: start again with a tenth of it. "
                 "If the very first gradients were not finite, look at the data and the loss."
             )
@@ -108,8 +110,8 @@ class Warnings:
         """The gradients of an update of SGDOL were identical."""
         self._say(
             "SGDOL was given the same gradient twice, so it cannot see any noise and is SGD at the rate lr. "
-            "Draw a fresh batch for every backward(), split a batch into microbatches, and give each rank its own "
-            "data. If the objective has no noise, all is well."
+            "Draw a fresh batch for every backward(), or split a batch into microbatches, and give each rank its "
+            "own data. Ignore this if the objective has no noise."
         )
 
     def stood_still(self, groups: Sequence[dict[str, Any]], updates: int) -> None:
@@ -119,7 +121,7 @@ class Warnings:
         self._zeros = self._zeros.after(updates, 1)
         if self._zeros.times == RUNNING:
             self._say(
-                f"SGDOL's step size has been exactly 0 for {RUNNING} updates running: the gradients of a step "
+                f"SGDOL's step size has been exactly 0 for {RUNNING} updates in a row: the gradients of a step "
                 "contradict each other more than independent draws of one objective do. Usual causes: different "
                 "losses in several backward() calls before step() (a GAN's real and fake: add the losses and call "
                 "backward() once, or sgdol.torch.backward); gradients that something changed between the passes (a "
@@ -131,7 +133,7 @@ class Warnings:
         self._alike = self._alike.after(updates, 1)
         if self._alike.times == RUNNING:
             self._say(
-                f"SGDOLFree was given identical gradients in {RUNNING} steps running, so it cannot see any noise and "
+                f"SGDOLFree was given identical gradients in {RUNNING} steps in a row, so it cannot see any noise and "
                 "makes steps that are too long: the halves of the batch are the same samples, or the ranks have the "
                 "same data. Give each half, and each rank, samples of its own. Ignore this if there is no noise."
             )

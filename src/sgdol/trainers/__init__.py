@@ -1,8 +1,8 @@
 """SGDOL and SGDOLFree in other people's training loops: Lightning, Hugging Face Trainer and Accelerate.
 
-The optimizers themselves are the same everywhere, ``sgdol.SGDOL`` and ``sgdol.SGDOLFree``. What each trainer needs
-besides stands in a module of its own, which imports its framework: :mod:`sgdol.trainers.lightning`,
-:mod:`sgdol.trainers.huggingface` and :mod:`sgdol.trainers.accelerate` (``pip install 'sgdol[trainers]'``). Each has
+The optimizers are the same everywhere, ``sgdol.SGDOL`` and ``sgdol.SGDOLFree``. Each trainer has a module with the
+callbacks or mixins that it needs: :mod:`sgdol.trainers.lightning`, :mod:`sgdol.trainers.huggingface` and
+:mod:`sgdol.trainers.accelerate` (``pip install 'sgdol[trainers]'``). Each module has
 
 * ``Microbatches``: every step gets two independent gradients, from the halves of its batch or from the batches that are
   accumulated, and SGDOLFree a closure that evaluates them again;

@@ -2,7 +2,7 @@ r"""Hugging Face Transformers: a Trainer for SGDOL and SGDOLFree.
 
 In place of ``from transformers import Trainer, TrainingArguments`` write
 ``from sgdol.trainers.huggingface import Trainer, TrainingArguments``. Then ``TrainingArguments(optim="sgdol_free")``
-trains without a learning rate, and ``optim="sgdol"`` with ``learning_rate``. Give an optimizer with other options by
+trains without a learning rate, and ``optim="sgdol"`` with ``learning_rate``. To set other options, give
 ``optimizers=(opt, None)`` or ``optimizer_cls_and_kwargs=(SGDOLFree, {"metric": "adagrad"})``.
 
 :class:`Trainer` is :class:`transformers.Trainer` with three mixins, which your own Trainer may have as well:
@@ -12,11 +12,12 @@ trains without a learning rate, and ``optim="sgdol"`` with ``learning_rate``. Gi
 * :class:`AveragedWeights` evaluates and saves at the average, where the optimizer has one.
 * :class:`StepSizeMonitor` logs the learned step size.
 
-Two of the arguments deserve a look (``optim="sgdol"`` and ``"sgdol_free"`` choose them as said here):
+Two arguments should have other values than their defaults. ``optim="sgdol_free"`` sets both and ``optim="sgdol"`` the
+first; with ``optimizers=(opt, None)`` set them yourself:
 
-* ``lr_scheduler_type``: the default lets lr fall linearly to 0. The step size is lr times what has been learned, for
-  both optimizers (for SGDOLFree lr is 1), so it would fall twice. ``"constant"`` leaves the decision to the optimizer.
-* ``max_grad_norm``: the default clips gradients at 1; 0 is never. Both optimizers take either.
+* ``lr_scheduler_type="constant"``: the default lowers lr linearly to 0. The step size is lr times a learned factor, for
+  both optimizers (for SGDOLFree lr is 1), so it would fall twice.
+* ``max_grad_norm=0``: the default clips gradients at 1. Both optimizers work with it, but do not need it.
 
 Models that count tokens (``num_items_in_batch``) weight each of the k gradients by its share :math:`\omega_i` of the
 tokens: :math:`S = \sum_i \omega_i g_i`. SGDOL takes them as equal and estimates
@@ -27,8 +28,8 @@ tokens: :math:`S = \sum_i \omega_i g_i`. SGDOL takes them as equal and estimates
 
 with c the coefficient of variation of the weights: too small, never too large. The surrogate loss then lies above the
 one of Theorem 1, which therefore still holds, and the step size is smaller by that factor at most: 4 % for k = 2 and
-token counts that vary by 20 %. Counts that hardly vary (packing, ``train_sampling_strategy="group_by_length"``) make
-it nothing.
+token counts that vary by 20 %. With counts that hardly vary (packing, ``train_sampling_strategy="group_by_length"``)
+the factor is 1.
 """
 
 # ruff: noqa: E402  # what is missing is said before anything needs it
@@ -71,8 +72,8 @@ class Microbatches:
     ``gradient_accumulation_steps`` or from other ranks.
 
     Attributes:
-        parts: into how many parts; 1 for none, which SGDOLFree cannot do with. SGDOL then makes an update of every two
-            batches, and ``max_steps`` counts both.
+        parts: into how many parts. 1 does not split; SGDOLFree needs at least 2, and SGDOL then makes one update of
+            every two batches, of which ``max_steps`` counts both.
 
     >>> from transformers import Seq2SeqTrainer
     >>> class MyTrainer(Microbatches, AveragedWeights, StepSizeMonitor, Seq2SeqTrainer):

@@ -193,9 +193,9 @@ class AveragedWeights(Callback):
     """Validates at the average, saves it in checkpoints, and leaves it in the model at the end of ``fit``.
 
     The optimizer has to average: SGDOLFree does, SGDOL with ``averaging=8``. ``checkpoint["state_dict"]`` is the
-    average, so ``load_from_checkpoint``, ``trainer.test(ckpt_path="best")`` and every other tool get that one; the
-    weights that training goes on from stand beside it, and resuming by ``fit(ckpt_path=...)`` with this callback is
-    exact. Only parameters are averaged: a model with BatchNorm keeps the statistics of the iterates.
+    average, so ``load_from_checkpoint``, ``trainer.test(ckpt_path="best")`` and every other tool load the average. The
+    checkpoint also has the latest weights, from which ``fit(ckpt_path=...)`` with this callback resumes exactly. Only
+    parameters are averaged: a model with BatchNorm keeps the statistics of the latest weights.
 
     >>> from lightning.pytorch import Trainer
     >>> trainer = Trainer(accelerator="cpu", callbacks=[AveragedWeights()], logger=False, enable_progress_bar=False)

@@ -191,7 +191,7 @@ def lemma_5(read: Reader) -> Iterable[Part]:
     integrals: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
         "1/x": (lambda x: 1 / x, np.log),
         "1/√x": (lambda x: x**-0.5, lambda x: 2 * np.sqrt(x)),
-        "e^−x": (lambda x: np.exp(-x), lambda x: -np.exp(-x)),
+        "e^{−x}": (lambda x: np.exp(-x), lambda x: -np.exp(-x)),
     }
     for name, (h, primitive) in integrals.items():
         largest = 0.0

@@ -29,8 +29,8 @@ def results(page: Page) -> Section | None:
         "summary",
         "All results at the horizon",
         (
-            "Means over the repeats ± one standard deviation between them. The smallest mean squared gradient at each"
-            " level of noise is marked; a run that diverged, or that ended above where it started, cannot be the best."
+            "Means over the repeats ± one standard deviation. The smallest mean squared gradient at each level of"
+            " noise is marked, among the runs that did not diverge or end above where they started."
             " Click on a heading to sort. The same table is in summary.csv.",
         ),
         tables=(_summary(page),),
@@ -68,7 +68,7 @@ def rates(page: Page) -> Section | None:
             *(f"{experiment}: {rule}." for experiment, rule in rules.items()),
         ),
         pictures=(
-            Picture("tuning", "The search", "Each point is a whole run without noise, the ring is the rate chosen."),
+            Picture("tuning", "The search", "Each point is a run without noise; the ring marks the chosen rate."),
         ),
         tables=(
             Table(
@@ -87,10 +87,10 @@ def evaluations(page: Page) -> Section:
     return Section(
         "evaluations",
         "By gradient evaluations",
-        ("An iteration of SGDOL takes two stochastic gradients, of every other method one.",),
+        ("Each iteration of SGDOL takes two stochastic gradients. The other methods take one.",),
         pictures=(
             Picture(
-                "evaluations", "By gradient evaluations", "The runs of Figures 1 and 2, the horizontal axis stretched."
+                "evaluations", "By gradient evaluations", "The runs of Figures 1 and 2 against the number of gradients."
             ),
         ),
     )
@@ -103,7 +103,7 @@ def coordinate(page: Page) -> Section:
         "SGDOL with one step size for each coordinate",
         (
             "Section 6 of the paper describes this variant; its experiments leave it out. A coordinate whose feature"
-            " never occurs keeps the step size 1/M, so that an unweighted mean of the step sizes misleads.",
+            " never occurs keeps the step size 1/M, so an unweighted mean of the step sizes is misleading.",
         ),
         pictures=(
             Picture(

@@ -23,7 +23,7 @@ READINGS: tuple[tuple[str, str], ...] = (
     ("M of SGDOL", "1 / (SGD's best learning rate)"),
     (
         "SGD GL",
-        "step min(1/M, √(2 (f_1 − f*)/M) / (σ √T)) with σ² the total variance: section 4's formula has lost its 1/√M",
+        "step min(1/M, √(2 (f_1 − f*)/M) / (σ √T)) with σ² the total variance: section 4's formula lacks a factor 1/√M",
     ),
     ("AdaGrad Global", "lr / (√(Σ_{s≤t} ‖g_s‖²) + 1e-10), the current gradient included"),
     ("Adam, RMSProp, AdaDelta, AMSGrad, AdaGrad Coordinate", "optax's with the usual defaults; only the rate is tuned"),

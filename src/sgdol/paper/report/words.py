@@ -96,6 +96,10 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+_BRACED = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # one pair of braces may stand within another
+_RAISED_OR_LOWERED = re.compile(rf"([_^])(?:{_BRACED}|([A-Za-z0-9])(?![A-Za-z0-9]))")
+
+
 def maths(text: Any) -> Markup:
     """Text with the paper's indices and powers set as such, escaped.
 
@@ -103,9 +107,16 @@ def maths(text: Any) -> Markup:
     Markup('f(x<sub>T+1</sub>) ≤ σ<sub>t</sub>²')
     >>> maths("a < b^T")
     Markup('a &lt; b<sup>T</sup>')
+    >>> maths("∫_{a_0}^{Σ_{t=0}^T a_t}")
+    Markup('∫<sub>a<sub>0</sub></sub><sup>Σ<sub>t=0</sub><sup>T</sup> a<sub>t</sub></sup>')
     """
-    escaped = re.sub(r"_(?:\{([^}]+)\}|([A-Za-z0-9])(?![A-Za-z0-9]))", r"<sub>\1\2</sub>", str(escape(text)))
-    return Markup(re.sub(r"\^([A-Z])", r"<sup>\1</sup>", escaped))
+
+    def set_one(found: re.Match[str]) -> str:
+        element = "sub" if found[1] == "_" else "sup"
+        inside = found[2] if found[3] is None else found[3]
+        return f"<{element}>{_RAISED_OR_LOWERED.sub(set_one, inside)}</{element}>"
+
+    return Markup(_RAISED_OR_LOWERED.sub(set_one, str(escape(text))))
 
 
 class Decision(NamedTuple):

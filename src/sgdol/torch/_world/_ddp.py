@@ -97,8 +97,8 @@ class Unwrapped(World):
         self.remarks = (
             f"{name} runs on several ranks without DistributedDataParallel around its parameters, so the noise that "
             "it sees is that of its own rank's microbatches. If gradients are averaged by hand, the ranks will "
-            "drift apart: use DistributedDataParallel, or one backward() per step(). If every rank trains a model "
-            "of its own, all is well.",
+            "drift apart: use DistributedDataParallel, or one backward() per step(). Ignore this if every rank trains "
+            "a model of its own.",
         )
 
 
