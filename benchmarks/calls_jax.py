@@ -101,8 +101,8 @@ OPTIMIZERS: dict[str, tuple[Any, Callable[[Any], Step]]] = {
     "sgdol": (sgdol_of_optax(0.1), halves),
     "sgdol, rms": (sgdol_of_optax(0.1, metric="rms"), halves),
     "sgdol, kronecker": (sgdol_of_optax(0.1, metric="kronecker"), halves),
-    "sgdol_free, rms": (sgdol_free(), free),
-    "sgdol_free, kronecker": (sgdol_free(metric="kronecker"), free),
+    "sgdol_free, rms": (sgdol_free(metric="rms"), free),
+    "sgdol_free, kronecker": (sgdol_free(), free),
 }
 
 

@@ -17,6 +17,7 @@ def what_a_script_has() -> dict[str, object]:
         "model": torch.nn.Linear(10, 1),
         "loader": [(torch.randn(32, 10), torch.randn(32, 1)) for _ in range(3)],
         "criterion": torch.nn.MSELoss(),
+        "evaluate": lambda model: model.eval(),
     }
 
 
