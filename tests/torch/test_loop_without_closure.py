@@ -333,8 +333,9 @@ class FailingAt:
 def test_gradients_of_a_backward_that_failed_half_way_are_named():
     net = network()
     opt, loss = SGDOLFree(net.parameters()), FailingAt(net, 2)
-    with pytest.raises(MemoryError):
+    with pytest.raises(MemoryError) as raised:
         backward(loss, *batch(0))
+    assert "gradients of its earlier parts in .grad: call zero_grad()" in raised.value.__notes__[0]
     backward(loss, *batch(0))
     with pytest.raises(RuntimeError, match=r"backward\(\) raised an error before its last part, .* opt\.zero_grad\(\)"):
         opt.step()
@@ -352,8 +353,9 @@ def test_a_step_whose_look_back_failed_can_be_tried_again_at_once():
         opt, loss = SGDOLFree(net.parameters()), FailingAt(net, call)
         backward(loss, *batch(0))
         if call:
-            with pytest.raises(MemoryError):
+            with pytest.raises(MemoryError) as raised:
                 opt.step()
+            assert not hasattr(raised.value, "__notes__")
             backward(loss, *batch(0))
         opt.step()
         moved.append([p.detach().clone() for p in net.parameters()])

@@ -111,21 +111,34 @@ def _run_passes(
     loss_fn: Callable[..., Tensor], pieces: list[tuple[float, tuple[Any, ...]]], run: Callable[[Tensor], Any]
 ) -> Tensor:
     total: Tensor | None = None
-    with torch.enable_grad():
-        for share, part in pieces:
-            loss = loss_fn(*part)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise TypeError(f"loss_fn must return the loss of its samples, one number, got {_shown(loss)}")
-            if not loss.requires_grad:
-                raise ValueError(
-                    "the loss depends on no parameter: loss_fn must be a function of the batch that calls the model, "
-                    f"as lambda x, y: criterion(model(x), y) is, got {_shown(loss_fn)}"
-                )
-            loss = watched(loss * share)
-            run(loss)
-            total = loss.detach() if total is None else total + loss.detach()
+    try:
+        with torch.enable_grad():
+            for share, part in pieces:
+                loss = watched(_checked(loss_fn(*part), loss_fn) * share)
+                run(loss)
+                total = loss.detach() if total is None else total + loss.detach()
+    except Exception as error:
+        replay = RUNNING.get(get_ident())
+        if total is not None and (replay is None or replay.loss is None):  # a step() that fails clears its look-back
+            error.add_note(
+                "backward() has left the gradients of its earlier parts in .grad: call zero_grad() before you run the "
+                "batch again"
+            )
+        raise
     assert total is not None
     return total
+
+
+def _checked(loss: Any, loss_fn: Callable[..., Tensor]) -> Tensor:
+    """The loss of a part, if it is one number that depends on a parameter."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(f"loss_fn must return the loss of its samples, one number, got {_shown(loss)}")
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss depends on no parameter: loss_fn must be a function of the batch that calls the model, "
+            f"as lambda x, y: criterion(model(x), y) is, got {_shown(loss_fn)}"
+        )
+    return loss
 
 
 def _refuse_what_cannot_run_again(loss_fn: Any, batch: tuple[Any, ...]) -> None:

@@ -62,6 +62,8 @@ class SGDOLFree(WatchingOptimizer):
 
     **Evaluate and save the average** of the weights: see :meth:`averaged` and :meth:`averaged_state_dict`.
 
+    The losses of all steps must be draws of one objective. Adversarial losses (a GAN) are not: use Adam there.
+
     Memory: four vectors of the size of the model (momentum, metric, average and last point), and
     :math:`2 (n^2 + m^2)` numbers for a matrix of n x m that the metric ``"kronecker"`` turns.
 
