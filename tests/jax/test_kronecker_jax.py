@@ -159,14 +159,13 @@ def test_a_step_size_for_each_coordinate_is_refused():
         sgdol(0.25, metric="kronecker", granularity="coordinate")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("shapes", "turns"),
+    ("shapes", "turns", "dtype"),
     [
-        ([(5,), (), (1,), (1, 1), (1, 6), (6, 1), (520, 513)], False),
-        ([(3, 2, 5), (2, 3, 2, 2), (40, 4), (520, 6), (6,)], True),
+        ([(5,), (), (1,), (1, 1), (1, 6), (6, 1), (520, 513)], False, "float32"),
+        ([(3, 2, 5), (2, 3, 2, 2), (40, 4), (520, 6), (6,)], True, "bfloat16"),
     ],
-    ids=str,
+    ids=["none to turn", "some to turn"],
 )
 def test_the_default_of_sgdol_free_is_rms_where_there_is_no_side_to_turn(shapes, turns, dtype):
     keys = jax.random.split(jax.random.key(0), len(shapes))
