@@ -1,7 +1,8 @@
 """A GAN's loop: two networks, two optimizers, and a loss that goes through both. Eight Gaussians on a circle.
 
 The four lines marked "sgdol" are what changes in a loop that has Adam. --adamw trains with lr 1e-3, betas 0.5 and
-0.999. A game has no loss that falls: whether its average is good is the average's luck, so both are shown.
+0.999. Adversarial losses are not one objective, and SGDOLFree fails here: keep Adam for a GAN. The program shows it,
+with the latest and with the averaged weights.
 """
 
 import argparse

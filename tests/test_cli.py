@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,12 @@ from sgdol.paper.configuration import DEFAULT_HORIZON, QUICK_HORIZON
 from sgdol.paper.publish import Publication
 from sgdol.paper.verdict import Claim, Part
 
+INTERRUPTED = "sgdol: interrupted; the same command continues where it stopped"
+
 
 def run(*arguments, blocked=()):
     block = f"import sys; sys.modules.update(dict.fromkeys({list(blocked)!r})); "
-    program = f"{block}sys.argv[0] = 'sgdol'; from sgdol.cli import main; main()"
+    program = f"{block}sys.argv[0] = 'sgdol'; from sgdol.__main__ import main; main()"
     environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1", "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment, check=False
@@ -149,8 +153,60 @@ def test_an_interrupt_says_how_to_continue():
         "data.describe = interrupted; sys.argv = ['sgdol', 'data']; cli.main()"
     )
     stopped = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert stopped.returncode == 130
-    assert stopped.stderr.strip() == "sgdol: interrupted; the same command continues where it stopped"
+    assert (stopped.returncode, stopped.stderr.splitlines()) == (130, [INTERRUPTED])
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["rich.console", "jaxlib._xla", "jax._src.lax.special", "xarray.core.utils", "h5py._errors", "h5py.h5f"],
+)
+def test_an_interrupt_ends_in_one_line_while_modules_are_imported(module, tmp_path):
+    """The signal is sent when Python says that it has imported this module."""
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
+        "from sgdol.__main__ import main; main()"
+    )
+    command = [sys.executable, "-X", "importtime", "-c", program, "reproduce", "--quick", "--out", str(tmp_path)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        ends = threading.Timer(300, process.kill)
+        ends.start()
+        assert any(line.rpartition("|")[2].strip() == module for line in process.stderr), "it was not imported"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+        ends.cancel()
+    said = [line for line in err.splitlines() if not line.startswith("import time:")]
+    assert (process.returncode, said, out) == (130, [INTERRUPTED], "")
+
+
+def test_an_interrupt_ends_in_one_line_while_experiments_run(tmp_path):
+    program = (
+        "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import sgdol.paper.reproduce as module\n"
+        "run = module.tune\n"
+        "def interrupted(*arguments, **options):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"  # in a thread, before a compiled run
+        "    return run(*arguments, **options)\n"
+        "module.tune = interrupted\n"
+        "from sgdol.__main__ import main; main()"
+    )
+    command = [sys.executable, "-c", program, "reproduce", "--quick", "--horizon", "50", "--out", str(tmp_path)]
+    stopped = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert (stopped.returncode, stopped.stderr.splitlines()) == (130, [INTERRUPTED])
+
+
+def test_an_interrupt_that_the_parent_ignores_is_ignored():
+    program = (
+        "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "import sgdol.paper.data as data; describe = data.describe\n"
+        "data.describe = lambda: (os.kill(os.getpid(), signal.SIGINT), describe())[1]\n"
+        "from sgdol.__main__ import main; main()"
+    )
+    went_on = subprocess.run([sys.executable, "-c", program, "data"], capture_output=True, text=True, check=False)
+    assert (went_on.returncode, went_on.stderr) == (0, "")
+    assert "32,561 rows" in went_on.stdout
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

@@ -216,19 +216,23 @@ def _turn(factor: Array, basis: Array, sums: Array, first: Any) -> tuple[Array, 
     if _absent(factor):
         return basis, sums
     xp, n = namespace(factor), factor.shape[-1]
-    eye = _identity(factor)
-    trace = xp.sum(factor * eye, axis=(-2, -1))[..., None, None]
+    trace = xp.linalg.trace(factor)[..., None, None]
     # Different entries on the ridge: where the factor is 0, any basis would do, and libraries choose different ones.
-    positions = xp.sum(xp.tril(eye * 0 + 1), axis=-1)  # 1, ..., n
-    ridge = eye * (RIDGE / n * (1 + positions / n))
-    A = ratio(factor, trace, 0.0) + ridge
+    ridge = xp.arange(1, n + 1, dtype=factor.dtype, **_device(factor)) * (RIDGE / n**2) + RIDGE / n
+
+    def decomposed() -> Array:
+        return xp.linalg.eigh(ratio(factor, trace, 0.0) + _identity(factor) * ridge)[1]
 
     def iterated() -> Array:
-        image = A @ basis
-        order = xp.argsort(-xp.sum(basis * image, axis=-2), axis=-1)[..., None, :]
-        return xp.linalg.qr(xp.take_along_axis(image, xp.broadcast_to(order, image.shape), axis=-1))[0]
+        image = ratio(factor @ basis, trace, 0.0) + ridge[:, None] * basis
+        order = xp.argsort(-xp.sum(basis * image, axis=-2), axis=-1)
+        if order.ndim == 1:
+            image = xp.take(image, order, axis=-1)
+        else:
+            image = xp.take_along_axis(image, xp.broadcast_to(order[..., None, :], image.shape), axis=-1)
+        return xp.linalg.qr(image)[0]
 
-    new = _choose(first, lambda: xp.linalg.eigh(A)[1], iterated)
+    new = _choose(first, decomposed, iterated)
     change = basis.mT @ new
     turned = ((change * change).mT @ sums[..., None])[..., 0]
     return where(trace > 0, new, basis), where(trace[..., 0] > 0, turned, sums)
@@ -251,8 +255,12 @@ def _absent(part: Any) -> bool:
 
 def _identity(square: Array) -> Array:
     """The identity of the size and type of a square matrix."""
-    device = {} if array_api_compat.is_jax_array(square) else {"device": array_api_compat.device(square)}
-    return namespace(square).eye(square.shape[-1], dtype=square.dtype, **device)
+    return namespace(square).eye(square.shape[-1], dtype=square.dtype, **_device(square))
+
+
+def _device(like: Array) -> dict[str, Any]:
+    """Where an array that goes with this one is to be made, as an argument; jax chooses by itself."""
+    return {} if array_api_compat.is_jax_array(like) else {"device": array_api_compat.device(like)}
 
 
 def _spread(value: Array) -> Array:

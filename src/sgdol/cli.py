@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import sgdol
+from sgdol._interrupts import INTERRUPTED, leave
 from sgdol.paper.environment import lines
 
 EXTRA = "sgdol's command line needs the extra 'paper', and {} is missing: pip install 'sgdol[paper]'"
@@ -21,8 +20,8 @@ Stochastic gradient descent that learns its own step size: the paper's experimen
 
 Commands: reproduce, claims, report, convexity, data, env. All but env need the extra 'paper', which is not installed:
 pip install 'sgdol[paper]'. The optimizers need no command: from sgdol import SGDOL, SGDOLFree."""
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
-"""The statuses that shells know: it did not work, it was not called as it should be, it was interrupted."""
+FAILED, USAGE = 1, 2
+"""The statuses that shells know: it did not work, it was not called as it should be."""
 
 try:
     import typer
@@ -336,18 +335,16 @@ def env() -> None:
 
 
 def main() -> None:
-    """The entry point: whatever is wrong with the input becomes one sentence and a status that is not 0."""
+    """The command line: whatever is wrong with the input becomes one sentence and a status that is not 0."""
     for stream in (sys.stdout, sys.stderr):
         make_printable(stream)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, _interrupt)
     try:
         code = app(prog_name="sgdol", standalone_mode=False)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
-        _leave()
+        leave()
     except Exception as error:
         said = _sentence(error)
         if said is None:
@@ -357,20 +354,6 @@ def main() -> None:
         if sentence:
             err.print(f"sgdol: {' '.join(sentence.split())}")
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _interrupt(*_: Any) -> None:
-    """Ctrl-C. What is being imported or called back from C may swallow the exception, so a timer ends it then."""
-    timer = threading.Timer(1.0, _leave)
-    timer.daemon = True
-    timer.start()
-    raise KeyboardInterrupt
-
-
-def _leave() -> None:
-    err.print("sgdol: interrupted; the same command continues where it stopped")
-    # Threads in the middle of a compiled run cannot be asked to stop, and every file is whole at every moment.
-    os._exit(INTERRUPTED)
 
 
 def _abandon_stdout(error: Exception) -> None:

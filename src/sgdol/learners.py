@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from sgdol._numbers import clip, maximum, ratio, where
+from sgdol._numbers import clip, maximum, ratio
 
 __all__ = [
     "FTRL",
@@ -335,6 +335,5 @@ class MeasuredCurvature:
         self, state: Measured, multiplier: Array, u: Array, n: Array, alpha: Array, last: Array = 0.0
     ) -> Measured:
         """Complete the last loss by hindsight, and keep this one until its turn."""
-        moved = state.multiplier_last > 0
-        h = where(moved, (state.u_last - last) / where(moved, state.multiplier_last, 1.0), 0.0)
+        h = ratio(state.u_last - last, state.multiplier_last, otherwise=0.0)  # of a step that was made
         return Measured(state.u_sum + state.u_last, state.h_sum + h, u, multiplier)

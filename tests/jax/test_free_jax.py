@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from sgdol.jax import averaged_params, microbatch_grads, sgdol_free
+from sgdol.jax import averaged_params, diagnostics, microbatch_grads, sgdol_free
 from sgdol.reference_free import sgdol_free as reference
 
 D = 6
@@ -272,6 +272,53 @@ def test_it_does_not_compile_twice():
     for _ in range(3):
         x, state = step(x, state)
     assert len(traces) == 1
+
+
+MIXED = {"a": jnp.float64, "b": jnp.float32, "c": jnp.bfloat16}
+
+
+def pieces():
+    """An optimizer, parameters of three types, its state, and a compiled update for a batch."""
+    optimizer = sgdol_free()
+    params = {name: jnp.linspace(-1, 1, 6).reshape(2, 3).astype(kind) for name, kind in MIXED.items()}
+
+    def loss(params, noise):
+        return sum(jnp.sum((p - noise.mean()) ** 2).astype(jnp.float32) for p in params.values())
+
+    @jax.jit
+    def update(params, state, noise):
+        def evaluate(params):
+            return microbatch_grads(loss, 2, value=True)(params, noise)
+
+        value, grads = evaluate(params)
+        return optimizer.update(grads, state, params, value=value, value_and_grads=evaluate)
+
+    return update, params, optimizer.init(params)
+
+
+def test_parameters_that_something_else_has_moved_are_counted():
+    update, params, state = pieces()
+    whole = jax.jit(
+        lambda params, *rest: (lambda u, state: (optax.apply_updates(params, u), state))(*update(params, *rest))
+    )
+    batches = 0.1 * np.random.default_rng(0).normal(size=(60, 4))
+    batches[5] = np.nan
+    for noise in batches[:30]:  # nothing else moves them, in one program...
+        params, state = whole(params, state, noise)
+    for noise in batches[30:40]:  # ...and in two
+        updates, state = update(params, state, noise)
+        params = optax.apply_updates(params, updates)
+    assert (diagnostics(state)["updates"], diagnostics(state)["moved"]) == (39, 0)
+    params["c"] = params["c"].at[1, 2].add(0.5)
+    for noise in batches[40:45]:
+        params, state = whole(params, state, noise)
+    assert diagnostics(state)["moved"] == 1
+    for noise in batches[45:50]:  # as optax.scale(0.1) behind it does
+        updates, state = update(params, state, noise)
+        params = optax.apply_updates(params, jax.tree.map(lambda u: 0.1 * u, updates))
+    assert diagnostics(state)["moved"] == 5
+    params, state = whole(params, state, batches[50])
+    assert diagnostics(state)["moved"] == 6
 
 
 def test_misuse_is_named():

@@ -143,3 +143,19 @@ def test_a_loss_that_is_not_one_number_is_refused():
     net = model()
     with pytest.raises(TypeError, match=r"loss_fn must return the loss .* a tensor of shape \(2, 1\)"):
         backward(lambda a: net(a), torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_error_says_whether_gradients_of_earlier_parts_are_left(call):
+    """SGDOL would count them as one more gradient of the batch that is run again."""
+    net, calls = torch.nn.Linear(3, 1), iter(range(1, 3))
+
+    def loss_fn(x):
+        if next(calls) == call:
+            raise MemoryError("not enough memory")
+        return net(x).square().mean()
+
+    with pytest.raises(MemoryError) as raised:
+        backward(loss_fn, torch.ones(4, 3))
+    assert (net.weight.grad is not None) == (call == 2)
+    assert len(getattr(raised.value, "__notes__", [])) == call - 1

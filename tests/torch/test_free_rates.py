@@ -120,30 +120,114 @@ def step(net, opt, t):
     opt.zero_grad()
 
 
-def test_a_rate_that_looks_absolute_is_warned_of_once():
-    """As nanoGPT and cleanrl write it: at every step, whatever the optimizer."""
-    net, opt = linear()
-    for t in range(3):
+ABSOLUTE = "looks like another optimizer's learning rate"
+
+
+def steps_that_warn(rates, opt=None, net=None):
+    """The steps in which an lr that is written into the groups before each of them is warned of."""
+    net, opt = (net, opt) if opt is not None else linear()
+    found = []
+    for t, rate in enumerate(rates):
         for group in opt.param_groups:
-            group["lr"] = 3e-4
-        if t == 0:
-            with pytest.warns(UserWarning, match=r"lr=0\.0003 looks like another optimizer's learning rate"):
-                step(net, opt, t)
-        else:
+            group["lr"] = rate
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             step(net, opt, t)
+        found += [t for warning in caught if ABSOLUTE in str(warning.message)]
+    return found
 
 
-def test_a_schedule_that_begins_and_ends_low_is_not_warned_of():
+@pytest.mark.parametrize(
+    ("rates", "steps"),
+    [
+        ([3e-4] * 5, [1]),
+        ([2.5e-4 * (1 - t / 5) for t in range(5)], [1]),
+        ([1.0, 1.0, 3e-4, 3e-4, 3e-4], [3]),
+        ([6e-4 * (t + 1) / 4 for t in range(4)] + [6e-4, 5e-4], [4]),
+        ([6e-4 * (t + 1) / 2000 for t in range(103)], [100]),
+        ([1000.0] * 3, [0]),
+        ([1.0, 0.0, 1000.0, 1000.0], [2]),
+    ],
+    ids=["constant", "as cleanrl", "from the third step", "as nanoGPT", "slow warm-up", "large", "large later"],
+)
+def test_a_rate_that_is_written_at_every_step_and_looks_absolute_is_warned_of_once(rates, steps):
+    assert steps_that_warn(rates) == steps
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        [min(1.0, 1e-3 * (t + 1)) for t in range(30)],
+        [(1 + np.cos(np.pi * t / 40)) / 2 for t in range(41)],
+        [10.0**-t for t in range(6)],
+        [1.0, 0.0, 0.0, 1.0, 0.03, 0.01, 0.0, 0.01, 1e-5],
+        [50.0, 0.02, 50.0],
+    ],
+    ids=["warm-up", "cosine", "tenths", "frozen", "at the edges"],
+)
+def test_a_schedule_by_hand_that_passes_through_small_values_is_not_warned_of(rates):
+    assert steps_that_warn(rates) == []
+
+
+def test_a_run_that_is_resumed_in_the_tail_of_a_schedule_is_not_warned_of():
     net, opt = linear()
-    scheduler = lr_scheduler.LambdaLR(opt, lambda t: 1e-3 if t in (0, 4) else 1.0)
+    assert steps_that_warn([1.0, 0.1, 0.01, 1e-3], opt, net) == []
+    other, resumed = linear()
+    other.load_state_dict(net.state_dict())
+    resumed.load_state_dict(opt.state_dict())
+    assert steps_that_warn([1e-3, 9e-4, 8e-4], resumed, other) == []
+
+
+@pytest.mark.parametrize("rates", [[3e-4], [1000.0], [1e-3, 3e-4], [1.0, 51.0]], ids=str)
+def test_a_rate_that_looks_absolute_is_warned_of_where_it_is_given_and_not_again(rates):
+    net = nn.Linear(3, 1)
+    groups = [{"params": [p], "lr": rate} for p, rate in zip(net.parameters(), rates, strict=False)]
+    with pytest.warns(UserWarning, match=f"lr={max(rates):g} {ABSOLUTE}") as caught:
+        opt = SGDOLFree(groups)
+    assert [w.filename for w in caught] == [__file__]
+    for t in range(3):
+        step(net, opt, t)
+
+
+def test_a_group_that_is_added_with_a_large_rate_is_warned_of_and_one_with_a_small_rate_is_a_ratio():
+    net, other = nn.Linear(3, 1), nn.Linear(3, 1)
+    opt = SGDOLFree(net.parameters())
+    opt.add_param_group({"params": [other.weight], "lr": 1e-4})
+    with pytest.warns(UserWarning, match=f"lr=300 {ABSOLUTE}"):
+        opt.add_param_group({"params": [other.bias], "lr": 300})
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda opt: lr_scheduler.LambdaLR(opt, lambda t: 1e-3 if t in (0, 1, 4) else 1.0),
+        lambda opt: lr_scheduler.LinearLR(opt, 1e-3, total_iters=1000),
+        lambda opt: lr_scheduler.OneCycleLR(opt, 1.0, total_steps=100, div_factor=1e4),
+        lambda opt: lr_scheduler.CyclicLR(opt, 1e-3, 1.0, cycle_momentum=False),
+        lambda opt: lr_scheduler.ExponentialLR(opt, 1e-3),
+    ],
+    ids=["lambda", "linear", "one cycle", "cyclic", "exponential"],
+)
+def test_a_scheduler_that_begins_or_ends_low_is_not_warned_of(schedule):
+    net, opt = linear()
+    scheduler = schedule(opt)
     for t in range(5):
         step(net, opt, t)
         scheduler.step()
 
 
-def test_what_another_optimizers_groups_bring_is_refused():
-    with pytest.raises(TypeError, match="SGDOLFree has no option 'betas': "):
-        SGDOLFree([{"params": [nn.Parameter(torch.ones(2))], "betas": (0.9, 0.95)}])
+@pytest.mark.parametrize("option", ["betas", "eps", "smoothness", "alpha", "granularity"])
+def test_what_groups_of_other_optimizers_bring_is_refused(option):
+    with pytest.raises(TypeError, match=f"SGDOLFree has no option '{option}': "):
+        SGDOLFree([{"params": [nn.Parameter(torch.ones(2))], option: 1}])
+
+
+def test_what_a_group_brings_that_is_no_option_is_warned_of():
+    x, y = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    opt = SGDOLFree([{"params": [x], "name": "head", "initial_lr": 1.0}])
+    with pytest.warns(UserWarning, match=r"group 1 brings 'wd': SGDOLFree has no such option, so it changes nothing"):
+        opt.add_param_group({"params": [y], "wd": 0.1})
+    assert opt.param_groups[1]["wd"] == 0.1
 
 
 @pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf")])

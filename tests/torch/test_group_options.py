@@ -127,6 +127,14 @@ def test_a_bad_value_in_a_group_is_named(option):
 def test_options_of_other_optimizers_are_refused_with_what_to_do(name):
     with pytest.raises(TypeError, match=f"SGDOL has no option '{name}': "):
         SGDOL(parameters(), lr=0.1, **{name: 0.9})
+    with pytest.raises(TypeError, match=f"SGDOL has no option '{name}': "):
+        SGDOL([{"params": parameters(), name: 0.9}], lr=0.1)
+
+
+def test_what_a_group_brings_that_is_no_option_is_warned_of():
+    first, second = parameters(), parameters()
+    with pytest.warns(UserWarning, match="group 1 brings 'wd', 'learning_rate': SGDOL has no such option"):
+        SGDOL([{"params": first, "name": "head"}, {"params": second, "wd": 0.1, "learning_rate": 1.0}], lr=0.1)
 
 
 # What torch's own tests of parameter groups demand, with every option in the groups -----------------------------------

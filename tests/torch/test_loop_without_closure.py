@@ -317,6 +317,52 @@ def test_a_step_without_anything_new_is_an_error():
         opt.step()
 
 
+class FailingAt:
+    """A loss that raises an error in its n-th call, once."""
+
+    def __init__(self, net, call):
+        self.loss, self.calls = loss_of(net), call
+
+    def __call__(self, *arguments):
+        self.calls -= 1
+        if self.calls == 0:
+            raise MemoryError("not enough memory")
+        return self.loss(*arguments)
+
+
+def test_gradients_of_a_backward_that_failed_half_way_are_named():
+    net = network()
+    opt, loss = SGDOLFree(net.parameters()), FailingAt(net, 2)
+    with pytest.raises(MemoryError) as raised:
+        backward(loss, *batch(0))
+    assert "gradients of its earlier parts in .grad: call zero_grad()" in raised.value.__notes__[0]
+    backward(loss, *batch(0))
+    with pytest.raises(RuntimeError, match=r"backward\(\) raised an error before its last part, .* opt\.zero_grad\(\)"):
+        opt.step()
+    opt.zero_grad()
+    backward(loss, *batch(0))
+    opt.step()
+    assert opt.diagnostics()["gradients"] == 2
+
+
+def test_a_step_whose_look_back_failed_can_be_tried_again_at_once():
+    """The second attempt makes the step that a run without the failure makes."""
+    moved = []
+    for call in (3, 0):  # 3: the first pass of a look-back
+        net = network().eval()  # no dropout: a second attempt draws other masks
+        opt, loss = SGDOLFree(net.parameters()), FailingAt(net, call)
+        backward(loss, *batch(0))
+        if call:
+            with pytest.raises(MemoryError) as raised:
+                opt.step()
+            assert not hasattr(raised.value, "__notes__")
+            backward(loss, *batch(0))
+        opt.step()
+        moved.append([p.detach().clone() for p in net.parameters()])
+    for p, q in zip(*moved, strict=True):
+        assert torch.equal(p, q)
+
+
 def test_a_first_batch_of_one_sample_is_an_error():
     net = network().eval()
     opt = SGDOLFree(net.parameters())

@@ -11,6 +11,7 @@ from trainer_problems import BATCHES, Loader, build, by_samples, make, step_by_h
 
 import sgdol
 from sgdol import SGDOL, SGDOLFree
+from sgdol.torch import backward
 from sgdol.trainers.lightning import AveragedWeights, Microbatches, StepSizeMonitor
 
 pytestmark = pytest.mark.filterwarnings(
@@ -80,6 +81,38 @@ def test_every_batch_is_a_step_with_two_gradients(tmp_path, digits, assert_same,
     assert opt.diagnostics()["gradients"] == 2
     assert "training_step" not in vars(model)
     assert "optimizer_zero_grad" not in vars(model)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_clipping_is_that_of_a_loop_by_hand_and_is_not_repeated_in_a_look_back(
+    tmp_path, digits, assert_same, scheduled
+):
+    class Scheduled(Classifier):
+        def configure_optimizers(self):
+            opt = super().configure_optimizers()
+            return [opt], [torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)] if scheduled else []
+
+    model, loader = Scheduled(), Loader(digits)
+    fit = trainer(tmp_path, max_epochs=2, gradient_clip_val=0.5)
+    torch.manual_seed(1)
+    fit.fit(model, loader)
+    torch.manual_seed(1)
+    net = build()
+    opt, clipped = SGDOLFree(net.parameters()), 0
+    for epoch in range(2):
+        for images, labels in loader.batches:
+            opt.param_groups[0]["lr"] = 0.5**epoch if scheduled else 1.0
+            backward(lambda images, labels: cross_entropy(net(images), labels), images, labels)
+            clipped += bool(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5) > 0.5)
+            opt.step()
+            opt.zero_grad()
+    assert 5 < clipped <= 2 * BATCHES
+    assert opt.diagnostics()["evaluations"] > 2 * BATCHES
+    opt.param_groups[0].update(
+        {name: value for name, value in fit.optimizers[0].param_groups[0].items() if "lr" in name}
+    )
+    assert_same(model.net, fit.optimizers[0], net, opt)
+    assert "optimizer_step" not in vars(model)
 
 
 @pytest.mark.parametrize("as_dict", [False, True])
@@ -195,8 +228,10 @@ def test_the_monitor_shows_what_sgdolfree_learns(tmp_path, digits):
 
 
 def test_what_sgdolfree_cannot_is_said_in_a_sentence(tmp_path, digits):
-    with pytest.raises(ValueError, match=r"clipping would falsify: give gradient_clip_val=None, got 0\.5"):
-        trainer(tmp_path, max_epochs=1, gradient_clip_val=0.5).fit(Classifier(), Loader(digits))
+    with pytest.raises(RuntimeError, match=r"different factors .* clip_grad_norm_ of all parameters at once is right"):
+        trainer(tmp_path, max_epochs=1, gradient_clip_val=0.01, gradient_clip_algorithm="value").fit(
+            Classifier(), Loader(digits)
+        )
     with pytest.raises(RuntimeError, match="at least two independent gradients per step"):
         trainer(tmp_path, max_epochs=1, callbacks=[]).fit(Classifier(), Loader(digits))
     with pytest.raises(ValueError, match="parts must be a whole number of gradients, at least 2, got 1"):

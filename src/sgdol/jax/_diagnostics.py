@@ -38,7 +38,9 @@ def diagnostics(state: Any) -> dict[str, Any]:
 
     :func:`sgdol_free` has, in place of the last four, ``smoothness`` (M as measured so far), ``loss`` (a running mean
     of the batch losses, over about ten steps), ``evaluations`` (of a batch), ``rejections`` (steps taken back after a
-    look-back) and ``rollbacks`` (returns to the average).
+    look-back), ``rollbacks`` (returns to the average) and ``moved``: how many calls of ``update`` were given other
+    parameters than the call before led to. Unless that is on purpose (a projection), it is a mistake: ``sgdol_free``
+    has to be the last of an ``optax.chain``.
 
     Args:
         state: the state of an optimizer that has one SGDOL in it, however deep; with ``optax.partition``, the part of
@@ -81,4 +83,5 @@ def _of_free(state: SGDOLFreeState) -> dict[str, Any]:
         **{name: plain(getattr(rule, name)) for name in ("updates", "skipped")},
         "gradients": plain(state.gradients),
         **{name: plain(getattr(rule, name)) for name in ("evaluations", "rejections", "rollbacks")},
+        "moved": plain(state.moved),
     }

@@ -27,8 +27,8 @@ __all__ = ["SGDOLFreeState", "sgdol_free"]
 
 Evaluate = Callable[[Any], tuple[jax.Array, Any]]
 
-_FIRST = (1.0, 0, *State())
-"""unit, k and the rule before the first update: the order and the kinds of the numbers of a state."""
+_FIRST = (1.0, 0, 0, 0, *State())
+"""unit, k, moved, left and the rule before the first update: the order and the kinds of the numbers of a state."""
 
 
 class SGDOLFreeState(NamedTuple):
@@ -37,7 +37,8 @@ class SGDOLFreeState(NamedTuple):
     numbers: jax.Array
     """``unit``, then the fields of ``rule`` that are real numbers."""
     counts: jax.Array
-    """``gradients``, then the other fields of ``rule``. Few arrays, because each costs a compiled step some time."""
+    """``gradients``, ``moved``, a checksum of the point where the last update ends, then the other fields of ``rule``.
+    Few arrays, because each costs a compiled step some time."""
     trace: Any
     """The momentum m, of the shape of the parameters, in units of ``unit``."""
     metric: Any
@@ -50,7 +51,7 @@ class SGDOLFreeState(NamedTuple):
     @property
     def rule(self) -> State:
         """What has been learned; ``rule.step_size``, ``rule.smoothness`` and ``rule.evaluations`` are worth a look."""
-        return _unpack(State(), (self.numbers[..., 1:], self.counts[..., 1:]))
+        return _unpack(State(), (self.numbers[..., 1:], self.counts[..., 3:]))
 
     @property
     def unit(self) -> jax.Array:
@@ -61,6 +62,11 @@ class SGDOLFreeState(NamedTuple):
     def gradients(self) -> jax.Array:
         """K of the last update."""
         return self.counts[..., 0]
+
+    @property
+    def moved(self) -> jax.Array:
+        """How many calls of ``update`` were given other parameters than the call before led to."""
+        return self.counts[..., 1]
 
 
 class _Point(NamedTuple):
@@ -127,7 +133,10 @@ def sgdol_free(
 
     Evaluate and save :func:`sgdol.jax.averaged_params`. It has to be the last of an ``optax.chain``, and nothing else
     may move the parameters: a step that is taken back ends at a point, and ``optax.scale(0.1)`` behind it would go a
-    tenth of the way. ``learning_rate=0.1`` is what multiplies the steps.
+    tenth of the way. ``learning_rate=0.1`` is what multiplies the steps. A compiled program cannot raise an error, so
+    ``sgdol.jax.diagnostics(state)["moved"]`` counts the calls of ``update`` whose parameters were not those that the
+    call before led to. It is 0 where nothing else moves the parameters. A projection after ``optax.apply_updates`` is
+    counted as well; it does no harm, because curvatures are measured between the points where the gradients were.
 
     Args:
         learning_rate: a multiplier of the step size that is learned, at least 0, 1 as a rule; or an optax schedule of
@@ -229,6 +238,7 @@ def sgdol_free(
             return point(x, loss, contributions(stacked))
 
         leaves = [jnp.asarray(leaf) for leaf in leaves]
+        moved = state.moved + ((state.rule.evaluations > 0) & (_checksum(leaves) != state.counts[..., 2]))
         now = point(leaves, value, parts)
         average, previous = (tree.flatten_up_to(t) for t in (state.average.average, state.previous))
         rule, now = _elsewhere(rule, now, average, previous, norm, unit, evaluate, blocks)
@@ -253,8 +263,17 @@ def sgdol_free(
         share = averages.weight(new.updates.astype(kind), averaging)
         averaged = [a + share * (x.astype(a.dtype) - a) for a, x in zip(average, now.x, strict=True)]
         like = functools.partial(jax.tree.unflatten, tree)
-        moved = SGDOLFreeState(
-            *_pack((unit, k, *new), _FIRST, kind),
+        # After a skipped batch that was looked back at, the point is where it was before the call. What is added up is
+        # what is returned: without the barrier it may be computed twice, and rounded in two ways.
+        steps = jax.lax.optimization_barrier(
+            [
+                jnp.where(go, (scale * x.astype(d.dtype) - factor * d).astype(x.dtype) - p, jnp.zeros_like(p))
+                for x, d, p in zip(now.x, blocks.split(direction), leaves, strict=True)
+            ]
+        )
+        left = _checksum([p + step for p, step in zip(leaves, steps, strict=True)])
+        stepped = SGDOLFreeState(
+            *_pack((unit, k, moved, left, *new), _FIRST, kind),
             trace=like(blocks.split(trace)),
             metric=memory.pack(
                 [metric.observe(s, v) for s, v in zip(remembered, blocks.split(g), strict=True)], tree, dtypes
@@ -263,14 +282,9 @@ def sgdol_free(
             previous=like(now.x),
         )
         rule = rule._replace(skipped=rule.skipped + ~now.finite)
-        real, whole = _pack((state.unit, state.gradients, *rule), _FIRST, kind)
+        real, whole = _pack((state.unit, state.gradients, moved, left, *rule), _FIRST, kind)
         stayed = state._replace(numbers=real, counts=whole)
-        # After a skipped batch that was looked back at, the point is where it was before the call.
-        steps = [
-            jnp.where(go, (scale * x.astype(d.dtype) - factor * d).astype(x.dtype) - p, jnp.zeros_like(p))
-            for x, d, p in zip(now.x, blocks.split(direction), leaves, strict=True)
-        ]
-        return like(steps), _select(go, moved, stayed)
+        return like(steps), _select(go, stepped, stayed)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -379,6 +393,13 @@ def _usual(metric: Any, states: list[Any], norm: _Norm, unit: jax.Array) -> jax.
         return None
     squares = [metric.past_square(s, d).astype(unit.dtype) for s, d in zip(states, norm.operators, strict=True)]
     return unit * jnp.sqrt(total(squares))
+
+
+def _checksum(leaves: list[jax.Array]) -> jax.Array:
+    """The sum of the bits of all entries as integers: the same in any order, and exact."""
+    kinds = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int32}
+    bits = [jax.lax.bitcast_convert_type(v, kinds[v.dtype.itemsize]) for v in leaves]
+    return sum((jnp.sum(v, dtype=jnp.int32) for v in bits), jnp.zeros((), jnp.int32))
 
 
 def _divided(leaves: list[jax.Array], unit: jax.Array) -> list[jax.Array]:

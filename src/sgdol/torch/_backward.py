@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
-from sgdol.torch._rerun import Replay, interested, running
+from sgdol.torch._rerun import INTERESTED, RUNNING, Replay, interested
 
 __all__ = ["backward", "repeatable", "split", "watched"]
 
@@ -90,14 +91,17 @@ def repeatable(call: Callable[[], Tensor], passes: int, *, whole: bool = True) -
 
     Each loss has to go through :func:`watched` before its backward. See :class:`sgdol.torch._rerun.Replay`.
     """
-    optimizers = interested() if running() is None else []  # inside of step(closure) that is made again
-    loss: Tensor = Replay(call, optimizers, passes, whole=whole).first() if optimizers else call()
+    if (
+        not INTERESTED or RUNNING.get(get_ident()) is not None
+    ):  # or this is inside of step(closure), which is made again
+        return call()
+    loss: Tensor = Replay(call, interested(), passes, whole=whole).first()
     return loss
 
 
 def watched(loss: Tensor) -> Tensor:
     """The loss, whose backward will be known as one of the call that is being made."""
-    replay = running()
+    replay = RUNNING.get(get_ident())
     if replay is not None and loss.requires_grad:
         loss.register_hook(replay.begun)
     return loss
@@ -107,21 +111,34 @@ def _run_passes(
     loss_fn: Callable[..., Tensor], pieces: list[tuple[float, tuple[Any, ...]]], run: Callable[[Tensor], Any]
 ) -> Tensor:
     total: Tensor | None = None
-    with torch.enable_grad():
-        for share, part in pieces:
-            loss = loss_fn(*part)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise TypeError(f"loss_fn must return the loss of its samples, one number, got {_shown(loss)}")
-            if not loss.requires_grad:
-                raise ValueError(
-                    "the loss depends on no parameter: loss_fn must be a function of the batch that calls the model, "
-                    f"as lambda x, y: criterion(model(x), y) is, got {_shown(loss_fn)}"
-                )
-            loss = watched(loss * share)
-            run(loss)
-            total = loss.detach() if total is None else total + loss.detach()
+    try:
+        with torch.enable_grad():
+            for share, part in pieces:
+                loss = watched(_checked(loss_fn(*part), loss_fn) * share)
+                run(loss)
+                total = loss.detach() if total is None else total + loss.detach()
+    except Exception as error:
+        replay = RUNNING.get(get_ident())
+        if total is not None and (replay is None or replay.loss is None):  # a step() that fails clears its look-back
+            error.add_note(
+                "backward() has left the gradients of its earlier parts in .grad: call zero_grad() before you run the "
+                "batch again"
+            )
+        raise
     assert total is not None
     return total
+
+
+def _checked(loss: Any, loss_fn: Callable[..., Tensor]) -> Tensor:
+    """The loss of a part, if it is one number that depends on a parameter."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise TypeError(f"loss_fn must return the loss of its samples, one number, got {_shown(loss)}")
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss depends on no parameter: loss_fn must be a function of the batch that calls the model, "
+            f"as lambda x, y: criterion(model(x), y) is, got {_shown(loss_fn)}"
+        )
+    return loss
 
 
 def _refuse_what_cannot_run_again(loss_fn: Any, batch: tuple[Any, ...]) -> None:

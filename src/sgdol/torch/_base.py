@@ -35,6 +35,8 @@ class WatchingOptimizer(Optimizer):
     _passes: Passes | None
     _finder: Finder | None
     _metrics: Metrics
+    _world: Callable[[], World]
+    """Gives the world that the optimizer is in, without keeping the optimizer alive."""
 
     def _prepare(self) -> None:
         """What there is before there are parameters."""
@@ -110,10 +112,6 @@ class WatchingOptimizer(Optimizer):
     def _params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _world(self) -> World:
-        assert self._finder is not None
-        return self._finder.world
-
     def _assemble(self) -> None:
         """Watch the parameters, in the metrics that they have: the groups or the state have become others."""
         params, earlier, self._passes = self._params(), self._passes, None
@@ -123,7 +121,8 @@ class WatchingOptimizer(Optimizer):
         if self._finder is None or any(map(is_sharded, params)):
             earlier = None  # what has been counted of pieces is not known of more of them
         self._finder = finder = Finder(params, self._measured(), self)
-        self._metrics = Metrics(self.param_groups, self._metric_of, self.state, lambda: finder.world, self._ratios)
+        self._world = lambda: finder.world
+        self._metrics = Metrics(self.param_groups, self._metric_of, self.state, self._world, self._ratios)
         self._layout = None
         self._passes = Passes(params, self._watched, self._finder, self._metrics, self._warn, earlier)
 

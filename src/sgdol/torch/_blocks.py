@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sgdol.learners import Learner, uses_hindsight
+from sgdol.summary import RECENT
 from sgdol.surrogate import loss
 from sgdol.torch._direction import Direction
 from sgdol.torch._update import Gate
@@ -31,6 +32,9 @@ GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 
 POOLED = ("lr", "momentum", "bias_correction", "statistics", "epoch", "metric")
 """Options by which the numbers of tensors may differ."""
+
+BLOCKS = ("granularity", "learner", "alpha", "kappa")
+"""Options that say what the blocks are."""
 
 LARGEST = 2.0**-40
 """Alpha is at most so much of the largest number there is, so that sums with it stay finite."""
@@ -67,12 +71,8 @@ class Learned(NamedTuple):
     """The step size of each entry: a number, a number per tensor of a merged entry, or an array like the entry."""
     step_sizes: list[Any]
     """One number to show for each group of the layout."""
-    surrogate: Any
-    """The sum of the surrogate losses at the step sizes that were played."""
-    signal: Any
-    """The base rate lr/(1 - beta) times u, summed."""
-    length: Any
-    """The base rate times n, summed."""
+    totals: Tensor
+    """What the update adds to each of the running sums (:data:`sgdol.torch._diagnostics.ROWS`)."""
 
 
 class _Learner:
@@ -91,20 +91,34 @@ class _Learner:
         self._keys = [f"learner.{name}" for name in self._fresh._fields]
         self._written: tuple[Any, Any] = None, None  # the state that was written last, and what the first owner got
 
-    def read(self, owners: Sequence[dict[str, Any]], like: Tensor, gate: Gate) -> Any:
-        """Its state of some blocks: numbers of one, tensors with an entry for each of several."""
-        state, mark = self._written
-        if state is not None and owners[0].get(self._keys[0]) is mark:
-            return state
-        fields = list(zip(self._keys, self._fresh, strict=True))
-        if len(owners) == 1:
-            values = [owners[0].get(key, value) for key, value in fields]
-            return type(self._fresh)(*[value.item() if gate.host else value.to(like) for value in values])
-        rows = [[owner.get(key, value).to(like) for owner in owners] for key, value in fields]
-        return type(self._fresh)(*map(torch.stack, rows))
+    def learn(
+        self, owners: Sequence[dict[str, Any]], like: Tensor, gate: Gate, before: Any, after: Any, *numbers: Any
+    ) -> Any:
+        """The multipliers of some blocks: a number of one, a tensor with an entry for each of several.
 
-    def write(self, owners: Sequence[dict[str, Any]], new: Any, like: Tensor) -> None:
-        """Keep its state of some blocks."""
+        Args:
+            owners: of the blocks.
+            like: a number of the kind in which numbers are kept.
+            gate: whether the update counts.
+            before: alpha before this update...
+            after: ...and from now on.
+            numbers: (u, n, last) of the blocks.
+        """
+        state, mark = self._written
+        if state is None or owners[0].get(self._keys[0]) is not mark:
+            fields = list(zip(self._keys, self._fresh, strict=True))
+            if len(owners) == 1:
+                values = [owners[0].get(key, value) for key, value in fields]
+                values = [value.item() if gate.host else value.to(like) for value in values]
+            else:
+                values = [torch.stack([owner.get(key, value).to(like) for owner in owners]) for key, value in fields]
+            state = type(self._fresh)(*values)
+        # The multiplier is taken before (u, n) are observed: it must not see the gradients that it scales.
+        s = self.rule.predict(state, before)
+        u, n, last = numbers
+        new = self.rule.observe(state, s, u, n, after, **({"last": last} if self.asks else {}))
+        if not gate.host:
+            new = type(new)(*(gate.choose(a, b) for a, b in zip(new, state, strict=True)))
         if len(owners) == 1:
             owners[0].update(zip(self._keys, [as_number(value, like) for value in new], strict=True))
         else:
@@ -112,6 +126,7 @@ class _Learner:
                 for owner, value in zip(owners, values.unbind(), strict=True):
                     owner[key] = value
         self._written = new, owners[0][self._keys[0]]
+        return s
 
 
 class Blocks:
@@ -155,14 +170,16 @@ class Blocks:
         self._single = (
             len(self._blocks) == 1 and not layout.coordinates and self._blocks[0].group["granularity"] != "tensor"
         )
-        self._options = _options(groups)
+        self._options = [(*map(group.get, BLOCKS), len(group["params"])) for group in groups]
         in_order = [block.rows for block in self._blocks] == [[row] for row in range(len(layout.numbered))]
         self._one_each = in_order and len(self._families) == 1 < len(self._blocks)  # a block for each number
         self._settled: list[Any] | None = None  # what _alphas returns, when alpha of all groups is known
 
     def serves(self, layout: Layout) -> bool:
         """Whether these are the blocks of this layout: the groups still say what they said."""
-        return layout is self.layout and self._options == _options(self._groups)
+        return layout is self.layout and self._options == [
+            (*map(g.get, BLOCKS), len(g["params"])) for g in self._groups
+        ]
 
     def pooled(self) -> bool:
         """Whether sums over all tensors are all that is learned from: one block, and no option differs by tensor."""
@@ -179,8 +196,6 @@ class Blocks:
     def learn(self, direction: Direction, squared: Any, gate: Gate) -> Learned:
         """Choose the step sizes of an update, and learn from its numbers.
 
-        The multiplier is taken from the learner before it observes (u, n): it must not see the gradients it scales.
-
         Args:
             direction: d, u, n and last.
             squared: ||g||^2, of which alpha is made in the first update.
@@ -195,10 +210,12 @@ class Blocks:
             # On a device nobody asks whether the first update that moves has been there.
             known = (group["alpha"] is not None or group["alpha_learned"].item() > 0 for group in self._groups)
             self._settled = after if gate.host and all(known) else None
-        each = [
-            self._learn_family(family, learner, direction, a, b, gate)
-            for (family, learner), a, b in zip(self._families, before[:families], after[:families], strict=True)
-        ]
+        each = []
+        for (family, learner), a, b in zip(self._families, before[:families], after[:families], strict=True):
+            numbers = direction.u[0], direction.n[0], direction.last[0]
+            if not isinstance(numbers[0], float) and not self._one_each:
+                numbers = tuple(_sums(family, values, gate) for values in numbers)
+            each.append(learner.learn([block.owner for block in family], layout.like, gate, a, b, *numbers))
         if self._one_each or len(self._blocks) == 1:
             multipliers = each[0]
         else:
@@ -207,36 +224,15 @@ class Blocks:
                 index = [i for i, block in enumerate(family) for _ in block.rows]
                 rows = [row for block in family for row in block.rows]
                 multipliers[rows] = as_number(s, layout.like).expand(len(family))[index]
-        rate, *rates = layout.by_group([gate.number(g["lr"]) / (1 - g["momentum"]) for g in layout.groups])
+        lrs = [g["lr"] if isinstance(g["lr"], float) else gate.number(g["lr"]) for g in layout.groups]
+        rates = [lr / (1 - group["momentum"]) for lr, group in zip(lrs, layout.groups, strict=True)]
+        rate, *rates = layout.by_group(rates)
         alphas = zip(before[families:], after[families:], strict=True)
         arrays = [
             self._learn_coordinates(e, direction, 1 + place, rates[place], alpha, gate)
             for place, (e, alpha) in enumerate(zip(layout.coordinates, alphas, strict=True))
         ]
-        return self._learned(direction, multipliers, rate, arrays, gate)
-
-    def _learn_family(
-        self,
-        family: list[Block],
-        learner: _Learner,
-        direction: Direction,
-        before: Any,
-        after: Any,
-        gate: Gate,
-    ) -> Any:
-        """The multipliers of blocks that have one learner: a number if there is one block, else one for each."""
-        owners, like = [block.owner for block in family], self.layout.like
-        state = learner.read(owners, like, gate)
-        u, n, last = direction.u[0], direction.n[0], direction.last[0]
-        if not isinstance(u, float) and not self._one_each:
-            u, n, last = (_sums(family, values, gate) for values in (u, n, last))
-        s = learner.rule.predict(state, before)
-        hindsight = {"last": last} if learner.asks else {}
-        new = learner.rule.observe(state, s, u, n, after, **hindsight)
-        if not gate.host:
-            new = type(new)(*(gate.choose(a, b) for a, b in zip(new, state, strict=True)))
-        learner.write(owners, new, like)
-        return s
+        return self._learned(direction, multipliers, rate, lrs, arrays)
 
     def _learn_coordinates(
         self, e: int, direction: Direction, place: int, rate: Any, alpha: tuple[Any, Any], gate: Gate
@@ -272,17 +268,26 @@ class Blocks:
         return u, torch.stack(sums).to(self.layout.like).sum(0) * rate
 
     def _learned(
-        self, direction: Direction, multipliers: Any, rate: Any, arrays: list[tuple[Tensor, Tensor]], gate: Gate
+        self, direction: Direction, multipliers: Any, rate: Any, lrs: list[Any], arrays: list[tuple[Tensor, Tensor]]
     ) -> Learned:
-        """Step sizes from multipliers, and what is recorded of them."""
+        """Step sizes from multipliers, and what is recorded of them.
+
+        Args:
+            direction: of the update.
+            multipliers: s: a number, or one for each tensor that has one.
+            rate: lr/(1 - beta), alike.
+            lrs: lr of each group of the layout.
+            arrays: what :meth:`_learn_coordinates` has found of each entry whose coordinates have step sizes.
+        """
         layout, groups = self.layout, self.layout.groups
         u, n = direction.u[0], direction.n[0]
         if isinstance(multipliers, float) and isinstance(rate, float) and isinstance(u, Tensor):
-            u, n = gate.number(u.sum()), gate.number(n.sum())
+            u, n = u.sum().item(), n.sum().item()
         rows = [rate * loss(multipliers, u, n, 1.0), rate * u, rate * n]
         sums = [row if isinstance(row, float) else row.sum() for row in rows]
-        # The multipliers and step sizes of each entry; those of coordinates are arrays.
-        each, etas = layout.by_entry(multipliers), layout.by_entry(rate * multipliers)
+        eta = rate * multipliers
+        # Of each entry; those of coordinates are arrays.
+        etas = [eta] * len(layout.entries) if isinstance(eta, float) else layout.by_entry(eta)
         moved: dict[int, Any] = {}
         for e, (eta, sums_of_entry) in zip(layout.coordinates, arrays, strict=True):
             etas[e], moved[e] = eta, sums_of_entry
@@ -292,11 +297,16 @@ class Blocks:
             table = self._world().total(params, table)
             sums = [a + b for a, b in zip(sums, table[:3].sum(1), strict=True)]
             moved = dict(zip(moved, table[3:].T, strict=True))
-        shown = [
-            gate.number(group["lr"]) * self._shown(place, each, direction.n[0], moved)
-            for place, group in enumerate(groups)
-        ]
-        return Learned(etas, shown, *sums)
+        shown = []
+        for place, group in enumerate(groups):
+            one = isinstance(multipliers, float) and group["granularity"] in ("global", "group")
+            s = multipliers if one else self._shown(place, layout.by_entry(multipliers), direction.n[0], moved)
+            shown.append(lrs[place] * s)
+        surrogate, signal, length = sums
+        row = [1.0, 0.0, surrogate, signal, length, (1 - RECENT) * signal, (1 - RECENT) * length]
+        if isinstance(signal, float):
+            return Learned(etas, shown, torch.tensor(row, dtype=torch.float64))
+        return Learned(etas, shown, torch.stack([as_number(value, layout.like) for value in row]))
 
     def _shown(self, place: int, multipliers: list[Any], n: Tensor, moved: dict[int, Any]) -> Any:
         """What s would have to be, were it one number for the group, for a move of the same length."""
@@ -349,11 +359,6 @@ class Blocks:
             largest = (16 * square).clamp(min=torch.finfo(like.dtype).max * LARGEST)
             new = torch.minimum(square * group["kappa"] / shares, largest / shares)
             group["alpha_learned"] = gate.choose(torch.where(old > 0, old, new), old)
-
-
-def _options(groups: list[dict[str, Any]]) -> list[Any]:
-    """What the blocks are made of."""
-    return [(g["granularity"], g["learner"], g["alpha"], g["kappa"], len(g["params"])) for g in groups]
 
 
 def _sums(family: list[Block], values: Any, gate: Gate) -> Any:

@@ -21,11 +21,16 @@ from torch import Tensor
 from sgdol.surrogate import symmetric_signal
 from sgdol.torch._gradients import Gradients
 from sgdol.torch._metric import Metrics
-from sgdol.torch._operators import Operators
-from sgdol.torch._vectors import Layout, Numbers, Vector, as_number, dot, sample
+from sgdol.torch._operators import IDENTITY, Operators
+from sgdol.torch._vectors import Layout, Numbers, Vector, as_number, dot, product, sample
 from sgdol.torch._world import Own, World, is_sharded, local, piece_of
 
-__all__ = ["Contributions"]
+__all__ = ["RESHAPED", "Contributions"]
+
+RESHAPED = (
+    "parameters or their gradients got another shape or type between the backward passes of one step: call zero_grad() "
+    "of the optimizer after replacing a parameter's data"
+)
 
 FEW = 16
 """So many numbers of a gradient are looked at, to tell that it is not 0."""
@@ -51,25 +56,24 @@ class Contributions:
     """
 
     late: frozenset[int]
-    _any = True
-    """Whether there is anything to forget."""
+    fresh = False
+    """Whether there is nothing to forget."""
 
     def __init__(self, layout: Layout, metrics: Metrics) -> None:
         self.layout, self._metrics = layout, metrics
         self._smallest = sorted(layout.params, key=Tensor.numel)
+        self._identity = Operators([IDENTITY] * len(layout.entries)) if metrics.identity else None
         self.thrown_away = False
         """Whether gradients of passes were set to 0 before they were used."""
         self.forget()
 
     def found(self, i: int) -> None:
         """A gradient that is there before anybody watches is a contribution to tensor i."""
-        self.counts[i], self._any = 1, True
+        self.counts[i], self.fresh = 1, False
 
     def forget(self) -> None:
         """There are none."""
-        if not self._any:
-            return
-        self._any = False
+        self.fresh = True
         self.counts = [0] * len(self.layout.params)
         """How many passes have reached each tensor."""
         self._vectors: dict[int, list[Tensor]] = {}
@@ -94,7 +98,7 @@ class Contributions:
 
     def go_on_from(self, other: Contributions) -> None:
         """Take over what is known of the parameters that another layout has, too."""
-        self._any = True
+        self.fresh = False
         counts = dict(zip(other.layout.params, other.counts, strict=True))
         self.counts = [counts.get(p, n) for p, n in zip(self.layout.params, self.counts, strict=True)]
         self.late, self.bent, self._turned = self._metrics.late(self.layout), other.bent, None
@@ -114,18 +118,22 @@ class Contributions:
             count = max((len(vectors.get(p, ())) for p in params), default=0)
             for i in range(count):
                 parts = [vectors[p][i] if i < len(vectors.get(p, ())) else None for p in params]
-                self._vectors.setdefault(e, []).append(self.layout.copied(e, self.layout.entry(parts, e)))
+                self._vectors.setdefault(e, []).append(self.layout.entry(parts, e, copy=True))
         self.note()
 
     # Adding to them ---------------------------------------------------------------------------------------------------
 
     def begin(self, world: World) -> bool:
         """A backward begins: follow what has happened to ``.grad``; whether there are contributions already."""
+        s: Vector = []
         if any(self.counts):
+            if self.layout.reshaped() is not None:
+                raise RuntimeError(RESHAPED)
             s = self.layout.gradients()
             self._follow(s, world)
         if not any(self.counts):
-            self.forget()
+            if not self.fresh:
+                self.forget()
             if not self._metrics.euclidean:
                 self.late = self._metrics.late(self.layout)
             return False
@@ -141,7 +149,7 @@ class Contributions:
     def add(self, gradients: dict[int, Tensor | None], lengths: dict[int, Tensor], *, measure: bool) -> None:
         """Add what a pass has brought, by tensor: gradients, and <c, D^-1 c> of large ones; or only count it."""
         layout = self.layout
-        self._any = True
+        self.fresh = False
         for i in gradients:
             self.counts[i] += 1
         if not measure:
@@ -151,11 +159,10 @@ class Contributions:
             if not entry.merged and entry.start in lengths:
                 self._add_square(e, lengths[entry.start].to(layout.like.device).reshape(1))
             elif any(c is not None for c in mine):
-                c = layout.entry(mine, e)
                 if entry.merged or e in self.late:
-                    self._vectors.setdefault(e, []).append(layout.copied(e, c))
+                    self._vectors.setdefault(e, []).append(layout.entry(mine, e, copy=True))
                 else:
-                    self._add_square(e, self._square(e, c, self._metrics.operators(layout)))
+                    self._add_square(e, self._square(e, layout.entry(mine, e), self._metrics.operators(layout)))
 
     def _adopt(self, s: Vector, world: World, operators: Operators | None = None) -> None:
         """Take what is in ``.grad`` of tensors that have a single contribution for that contribution.
@@ -176,14 +183,14 @@ class Contributions:
             mine = single[entry.start : entry.stop]
             if not any(mine):
                 continue
-            if self._crosses(e, world):
+            if not entry.merged and self._crosses(e, world):
                 self._squares.pop(e, None)  # Q = n
             elif not entry.merged and e not in self.late:
                 if self._turned is not None:
                     self._turned.pop(e, None)
                 self._squares[e] = self._square(e, s[e], operators or self._metrics.operators(layout))
             elif all(mine):
-                self._vectors[e] = [layout.copied(e, s[e])]
+                self._vectors[e] = [s[e] if len(entry.sizes) > 1 else s[e].clone()]  # several were copied already
             else:
                 mask = layout.spread(e, torch.tensor(mine, device=entry.device))
                 for number, c in enumerate(self._vectors.setdefault(e, [torch.zeros_like(s[e])])):
@@ -232,11 +239,12 @@ class Contributions:
         s = watched.gradients()
         pieces = self._follow(s, world, final=True)
         k = max(*self.counts, 1) * world.ranks
-        operators = metrics.operators(watched, s, layout.params)
+        operators = self._identity or metrics.operators(watched, s, layout.params)
         if min(self.counts) <= 1:
             self._adopt(s, world, operators)
         # ||S||^2 was measured when the last backward ended, and is known not to have changed since.
-        lengths = self._lengths if operators.euclidean and not world.spread else []
+        identity = all(operator.is_identity for operator in operators)
+        lengths = self._lengths if identity and not world.spread else []
         pooled = pooled and layout is watched
         q = self._squares_in(operators, pooled=pooled)
         if world.alone and not metrics.euclidean:
@@ -244,7 +252,8 @@ class Contributions:
             for e, operator in enumerate(operators):
                 operator.hold(s[e], (self._turned or {}).get(e))
         each = watched.each(s, s, operators, lengths, pooled=pooled)
-        q = [each[e] - value if self._crosses(e, world) else value for e, value in enumerate(q)]
+        if not all(entry.merged for entry in watched.entries):
+            q = [each[e] - value if self._crosses(e, world) else value for e, value in enumerate(q)]
         if pooled:
             square = sum(each)
             u = symmetric_signal(square, sum(q), k)
@@ -275,13 +284,15 @@ class Contributions:
             value: Any = self._squares.get(e, 0.0)
             if pooled and e in self._squares:
                 value = value.sum().item()
-            turned: Any = None
+            operator, turned = operators[e], None
             for c in self._vectors.get(e, ()):
                 if entry.coordinates:
                     c = c.to(layout.precision(e, c))
-                c, sharp = operators[e].paired(c, c)
+                sharp = c
+                if not operator.is_identity:
+                    c, sharp = operator.paired(c, c)
                 value = value + layout.number(e, c, sharp, pooled)
-                if operators[e].turns:
+                if operator.turns:
                     turned = c if turned is None else turned + c
             if turned is not None and self._turned is not None:
                 self._turned[e] = turned
@@ -328,38 +339,35 @@ class Contributions:
 
     def note(self, *, measure: bool = True) -> None:
         """Note what a backward has left in ``.grad``; of a first one, which is ``.grad``, only that it is not 0."""
-        layout = self.layout
         self._versions = self._versions_now()
         if not measure:
             self._witness = next((p for p in self._smallest if _nonzero(p)), None)
             return
-        s = layout.gradients()
-        self._lengths = [layout.length(e, x) for e, x in enumerate(s)]
-        self._samples = layout.sample(s)
-
-    def _changed(self, s: Vector) -> bool:
-        """Whether ``.grad`` is not what the last backward left. A device is not asked: it may be.
-
-        A kernel that writes without raising a tensor's version (GradScaler's) shows in ||S||^2 of small tensors, and in
-        the sample of a large one, unless that is all 0; ``.grad.data.zero_()`` after a first backward shows because
-        nothing is left.
-        """
-        untouched = self._versions == self._versions_now()
-        if not self._samples:
-            return not untouched or (self._witness is not None and not _nonzero(self._witness))
-        for e, (kept, x) in enumerate(zip(self._samples, s, strict=True)):
-            merged = self.layout.entries[e].merged
-            if not x.is_cpu or (merged and not untouched) or not (merged or torch.equal(kept, sample(x))):
-                return True
-            if (merged or not untouched or not kept.any()) and self._lengths[e] != self.layout.length(e, x):
-                return True
-        return False
+        s = self.layout.gradients()
+        self._lengths = [product(x, x) for x in s]
+        self._samples = self.layout.sample(s)
 
     def _versions_now(self) -> list[int]:
         """Which tensor each ``.grad`` is, and how often it was written to, also behind the back of a DTensor."""
         grads: list[Any] = [NONE if p.grad is None else p.grad for p in self.layout.params]
         pieces = [] if self.layout.plain else [local(g) for g in grads if is_sharded(g)]
         return [*map(id, grads), *map(_version, grads), *map(_version, pieces)]
+
+    def _may_have_changed(self, s: Vector, world: World, final: bool) -> bool:
+        """Whether ``.grad`` may not be what the last backward left; see :meth:`_follow`. A device is not asked."""
+        untouched = self._versions == self._versions_now()
+        if world.spread:  # ranks have to agree on whether they sum: what each sees of its own pieces is not the same
+            return final or not untouched
+        if not self._samples:  # after the first backward; .grad.data.zero_() leaves the version as it is
+            return not untouched or (self._witness is not None and not _nonzero(self._witness))
+        # Kernels that write without raising the version (GradScaler's) show in ||S||^2 of small tensors, and in the
+        # sample of a large one, unless that is all 0.
+        for entry, kept, x, length in zip(self.layout.entries, self._samples, s, self._lengths, strict=True):
+            if not x.is_cpu or not (entry.merged or torch.equal(kept, sample(x))):
+                return True
+            if (entry.merged or not untouched or not kept.any()) and length != product(x, x):
+                return True
+        return False
 
     def _follow(self, s: Vector, world: World, *, final: bool = False) -> Tensor | None:
         """Follow what has happened to ``.grad`` since the last backward.
@@ -376,9 +384,7 @@ class Contributions:
         layout, host = self.layout, self.layout.like.device.type == "cpu"
         if not any(self.counts):
             return None
-        # Ranks have to agree on whether they sum: what a rank sees of its own pieces is not the same for all.
-        unchanged = (not final and self._versions == self._versions_now()) if world.spread else not self._changed(s)
-        if unchanged:
+        if not self._may_have_changed(s, world, final):
             return None
         self._turned = None
         now = self._lengths_by_tensor(s, [])

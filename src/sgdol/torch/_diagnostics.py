@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sgdol import summary
-from sgdol.torch._blocks import Learned
-from sgdol.torch._update import Gate
-from sgdol.torch._vectors import as_number
 
-__all__ = ["added", "report", "skipped", "zeros"]
+__all__ = ["KEPT", "report", "skipped", "zeros"]
 
 ROWS = ("updates", "skipped", "surrogate", "signal", "length", "recent_signal", "recent_length")
 """Counts (that of the updates comes first), sums weighted by lr, and two moving averages of the latter."""
+
+
+KEPT = torch.tensor([1.0] * 5 + [summary.RECENT] * 2, dtype=torch.float64)
+"""What is left of each row in the next update."""
 
 
 def zeros(like: Tensor) -> Tensor:
@@ -29,21 +29,6 @@ def skipped(totals: Tensor) -> Tensor:
     one = torch.zeros_like(totals)
     one[ROWS.index("skipped")] = 1
     return totals + one
-
-
-def added(totals: Tensor, learned: Learned, gate: Gate) -> Tensor:
-    """The totals after one more update, or after one more that was skipped if the gate turns out to be closed."""
-    new = learned.surrogate, learned.signal, learned.length
-    if gate.host:  # Python's numbers are faster
-        updates, skips, *sums, signal, length = totals.tolist()
-        values = [gate.number(value) for value in new]
-        sums = [a + b for a, b in zip(sums, values, strict=True)]
-        recent = summary.recent(signal, values[1]), summary.recent(length, values[2])
-        return torch.from_numpy(np.array([updates + 1, skips, *sums, *recent]))  # faster than new_tensor
-    values = [as_number(value, totals) for value in new]
-    count = totals[:2] + totals.new_tensor([1.0, 0.0])
-    recent = summary.recent(totals[5:], torch.stack(values[1:]))
-    return gate.choose(torch.cat([count, totals[2:5] + torch.stack(values), recent]), skipped(totals))
 
 
 def report(totals: Tensor | None, k: int) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from torch import Tensor
 from sgdol._numbers import ratio, where
 from sgdol.surrogate import momentum_signal
 from sgdol.torch._gradients import Gradients
-from sgdol.torch._operators import Operators
 from sgdol.torch._update import Gate
 from sgdol.torch._vectors import Layout, Numbers, Vector, as_number
 from sgdol.torch._world import World
@@ -97,14 +96,18 @@ class Directions:
     def make(self, gradients: Gradients, updates: Tensor, gate: Gate) -> Direction:
         """The direction of an update, after so many others; momenta move on."""
         layout, D, n, u = gradients.layout, gradients.operators, gradients.n, gradients.u
-        plan, entries = self._plan_of(layout), layout.entries
+        entries = layout.entries
+        key = [(*map(group.get, PLANNED), "momentum_weight" in group) for group in layout.groups]
+        plan = self._plan
+        if plan is None or plan.layout is not layout or plan.key != key:
+            plan = self._plan = self._planned(layout, key)
         g = gradients.g if gate.host else gate.finite(gradients.g)
         pooled = isinstance(n[0], float)
 
-        low: Numbers = [0.0] * len(u)
+        nothing: Numbers = [0.0] * len(u)
+        low = nothing
         if plan.epochs:
             u, low = _corrected_for_epochs(layout, n, u, gate.number(updates))
-        nothing: Numbers = [0.0] * len(u)
         if not plan.learns:
             return Direction(D.sharp(g), [1.0] * len(g), u, n, nothing)
         last = nothing
@@ -117,27 +120,28 @@ class Directions:
             ]
             last = layout.products(g, before, pooled=pooled)
         weights = [_weigh(group, layout, gate) if moves else (1.0, 1.0) for group, moves in plan.groups]
-        m = [layout.vector("momentum", e) if plan.groups[entry.group][1] else g[e] for e, entry in enumerate(entries)]
-        shares = plan.shares if gate.host else [gate.weight(share) for share in plan.shares]
-        cross, d, square = _advanced(layout, D, m, g, shares, pooled)
-        scales = [1 / weights[entry.group][1] for entry in entries]
-        if True in plan.keeps:
-            for e, entry in enumerate(entries):
-                if plan.keeps[entry.group]:
-                    held, new = layout.vector("direction", e), d[e] * scales[e]
-                    d[e], scales[e] = held.copy_(gate.choose(new, held)), 1.0
-        if not pooled and self._world().spread:
-            cross, square, last = self._over_ranks(layout, cross, square, last)
-        divisors = (layout.by_group(values) for values in zip(*weights, strict=True))
-        rows = zip(*plan.options, *divisors, cross, square, last, u, n, low, strict=True)
+        # Momenta move on. Where there is none, the gradient stands in for both the old and the new one.
+        crosses, squares, d, scales = [], [], [], []
+        for e, entry in enumerate(entries):
+            m = layout.vector("momentum", e) if plan.groups[entry.group][1] else g[e]
+            share = plan.shares[e] if gate.host else gate.weight(plan.shares[e])
+            cross, sharp, square = _advance(layout, e, D[e], m, g[e], share, pooled)
+            crosses.append(cross)
+            squares.append(square)
+            d.append(sharp)
+            scales.append(1 / weights[entry.group][1])
+            if plan.keeps[entry.group]:
+                held, new = layout.vector("direction", e), sharp * scales[e]
+                d[e], scales[e] = held.copy_(gate.choose(new, held)), 1.0
+        if pooled:
+            cross_, square_ = [sum(crosses)], [sum(squares)]
+        else:
+            cross_, square_ = layout.joined(crosses), layout.joined(squares)
+            if self._world().spread:
+                cross_, square_, last = self._over_ranks(layout, cross_, square_, last)
+        divisors = [layout.by_group(values) for values in zip(*weights, strict=True)]
+        rows = zip(*plan.options, *divisors, cross_, square_, last, u, n, low, strict=True)
         return Direction(d, scales, *map(list, zip(*(_numbers(*row) for row in rows), strict=True)))
-
-    def _plan_of(self, layout: Layout) -> _Plan:
-        """What the options of the groups say: the plan of the last update, if they have not changed."""
-        key = [(*map(group.get, PLANNED), "momentum_weight" in group) for group in layout.groups]
-        if self._plan is None or self._plan.layout is not layout or self._plan.key != key:
-            self._plan = self._planned(layout, key)
-        return self._plan
 
     def _planned(self, layout: Layout, key: Any) -> _Plan:
         groups = layout.groups
@@ -172,35 +176,31 @@ class Directions:
         return [[row, *p[1:]] for row, p in zip(world.total(params, own), products, strict=True)]
 
 
-def _advanced(
-    layout: Layout, D: Operators, m: Vector, g: Vector, weights: list[Any], pooled: bool
-) -> tuple[Numbers, Vector, Numbers]:
-    """Move momenta on: <m_{t-1}, D^-1 g>, D^-1 m_t and <m_t, D^-1 m_t>. Where m is g there is no momentum."""
-    crosses, squares, d = [], [], []
-    for e, entry in enumerate(layout.entries):
-        a, b, operator = m[e], g[e], D[e]
-        if entry.merged or entry.coordinates:
-            sharp = operator.sharp(b)
-            cross = square = layout.number(e, a, sharp, pooled)
-            if a is not b:
-                a.lerp_(b, weights[e])
-                sharp = operator.sharp(a)
-                square = layout.number(e, a, sharp, pooled)
-        else:
-            if a is b:
-                sharp, cross = operator.sharp(b), operator.inner(b, b)
-                square = cross
-            else:
-                cross, sharp, square = operator.advance(a, b, weights[e])
-            cross, square = (
-                value.item() if pooled else value.to(layout.like.device).reshape(1) for value in (cross, square)
-            )
-        d.append(sharp)
-        crosses.append(cross)
-        squares.append(square)
+def _advance(
+    layout: Layout, e: int, operator: Any, m: Tensor, g: Tensor, weight: Any, pooled: bool
+) -> tuple[Any, Tensor, Any]:
+    """Move the momentum of an entry on: <m_{t-1}, D^-1 g>, D^-1 m_t and <m_t, D^-1 m_t>.
+
+    Where m is g there is no momentum.
+    """
+    entry = layout.entries[e]
+    if entry.merged or entry.coordinates:
+        sharp = g if operator.is_identity else operator.sharp(g)
+        cross = square = layout.number(e, m, sharp, pooled)
+        if m is not g:
+            m.lerp_(g, weight)
+            sharp = m if operator.is_identity else operator.sharp(m)
+            square = layout.number(e, m, sharp, pooled)
+        return cross, sharp, square
+    if m is g:
+        sharp, cross = operator.sharp(g), operator.inner(g, g)
+        square = cross
+    else:
+        cross, sharp, square = operator.advance(m, g, weight)
     if pooled:
-        return [sum(crosses)], d, [sum(squares)]
-    return layout.joined(crosses), d, layout.joined(squares)
+        return cross.item(), sharp, square.item()
+    like = layout.like
+    return cross.to(like.device).reshape(1), sharp, square.to(like.device).reshape(1)
 
 
 def _numbers(
@@ -225,17 +225,27 @@ def _numbers(
     """
     worth = 0.0
     if asking is not False:
-        worth = where(kept, last, ratio(cross, before, 0.0 * cross)) + low / where(before > 0, before, 1.0)
-        worth = where(asking, worth, 0.0)
-    signal = momentum_signal(cross + low, u, beta, after)
-    return where(direct, signal, u), where(direct, square / (after * after), n), worth
+        worth = last if kept is True else ratio(cross, before, 0.0 * cross)
+        if isinstance(kept, Tensor):
+            worth = where(kept, last, worth)
+        if isinstance(low, Tensor) or low:
+            worth = worth + low / where(before > 0, before, 1.0)
+        if asking is not True:
+            worth = where(asking, worth, 0.0)
+    if direct is False:
+        return u, n, worth
+    signal, length = momentum_signal(cross + low, u, beta, after), square / (after * after)
+    if direct is True:
+        return signal, length, worth
+    return where(direct, signal, u), where(direct, length, n), worth
 
 
 def _weigh(group: dict[str, Any], layout: Layout, gate: Gate) -> tuple[Any, Any]:
     """The weights by which the group's last and its new momentum are divided; schedulers may move beta."""
-    beta = float(group["momentum"])
-    old = gate.number(group.get("momentum_weight", layout.like).to(layout.like))
-    new = gate.choose(beta * old + (1 - beta), old)
+    beta, old = float(group["momentum"]), group.get("momentum_weight", layout.like)
+    old = old.item() if gate.host else old.to(layout.like)
+    new = beta * old + (1 - beta)
+    new = new if gate.host else gate.choose(new, old)
     group["momentum_weight"] = as_number(new, layout.like)
     return (old, new) if group["bias_correction"] else (1.0, 1.0)
 

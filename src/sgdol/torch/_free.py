@@ -16,16 +16,18 @@ from sgdol.torch._averaging import Unused
 from sgdol.torch._base import WatchingOptimizer
 from sgdol.torch._checkpoint import FreeBlanks
 from sgdol.torch._free_options import (
+    INSTEAD,
+    OPTIONS,
     SHARED,
     checked,
-    looks_absolute,
+    largest,
     multipliers,
     ratios,
     refuse_other_shapes,
     refuse_other_states,
     refuse_scaled,
 )
-from sgdol.torch._options import INSTEAD, materialise, refuse_unknown
+from sgdol.torch._options import materialise, unknown_in_group
 from sgdol.torch._probes import MOVED, Batch, Evaluation, Probes, root
 from sgdol.torch._rerun import Buffers, Replay
 from sgdol.torch._update import Gate, move
@@ -60,6 +62,8 @@ class SGDOLFree(WatchingOptimizer):
 
     **Evaluate and save the average** of the weights: see :meth:`averaged` and :meth:`averaged_state_dict`.
 
+    The losses of all steps must be draws of one objective. Adversarial losses (a GAN) are not: use Adam there.
+
     Memory: four vectors of the size of the model (momentum, metric, average and last point), and
     :math:`2 (n^2 + m^2)` numbers for a matrix of n x m that the metric ``"kronecker"`` turns.
 
@@ -68,7 +72,9 @@ class SGDOLFree(WatchingOptimizer):
         lr: a multiplier of the learned step size, usually 1. A scheduler multiplies the step sizes. Parameter groups
             may differ: with :math:`\lambda_i` in group i and :math:`\rho_i = \lambda_i / \max_j \lambda_j` everything
             is measured in the metric :math:`D_i / \rho_i`, and :math:`\max_j \lambda_j` multiplies the step. 0 freezes
-            a group.
+            a group. If the largest lr looks like another optimizer's learning rate, a warning says so once: if it is
+            given as less than 0.02 or more than 50; if it is above 50 later; or if it falls below 0.02 from 50 times
+            as much in one step and does not rise after that. Schedulers of torch count by their highest value.
         momentum: beta in [0, 1) of :math:`d_t = D_t^{-1} m_t/(1-\beta^t)`,
             :math:`m_t = \beta m_{t-1} + (1-\beta) \bar g_t`.
         weight_decay: decoupled, in units of the root mean square of :math:`d_t` over all coordinates:
@@ -123,6 +129,7 @@ class SGDOLFree(WatchingOptimizer):
         self._settings = Settings()
         self._prepare()
         super().__init__(materialise(params), defaults)
+        self._warnings.given(largest(self.param_groups))
 
     def _prepare(self) -> None:
         """What is not saved: it is found again."""
@@ -175,11 +182,16 @@ class SGDOLFree(WatchingOptimizer):
         """What the calls of ``backward`` since the last step have left."""
         passes = self._passes
         assert passes is not None
-        k, origins = passes.k, passes.origins
+        k, origins = passes.finish(), passes.origins
         usage = "loss = sgdol.torch.backward(lambda x, y: criterion(model(x), y), inputs, targets)"
         if not k:
             raise RuntimeError(f"step() found no new gradients: before each step() write {usage}, or give a closure")
         replays = [replay for replay in dict.fromkeys(origins) if replay is not None]
+        if any(replay.loss is None for replay in replays):
+            raise RuntimeError(
+                "a call of backward() raised an error before its last part, and the gradients of its other parts are "
+                "still in .grad: call opt.zero_grad() before you run the batch again"
+            )
         if None in origins or not replays:
             raise RuntimeError(
                 "SGDOLFree evaluates some batches a second time, which it cannot do after loss.backward(). Write "
@@ -193,7 +205,10 @@ class SGDOLFree(WatchingOptimizer):
                 "optimizer before its own backward()"
             )
         if passes.left_over:
-            raise RuntimeError("gradients were not zeroed after the last step(): call opt.zero_grad() after every step")
+            raise RuntimeError(
+                "gradients were not zeroed after the last step(): call opt.zero_grad() after every step, also after "
+                "one that raised an error"
+            )
         return Batch(replays, closure=False)
 
     def _leaves_out(self, batch: Batch) -> bool:
@@ -201,7 +216,7 @@ class SGDOLFree(WatchingOptimizer):
         assert self._passes is not None
         started = self._rule().updates > 0
         asked_for = all(replay.whole for replay in batch.replays) and not (batch.closure and started)
-        if self._passes.k != 1 or self._world().ranks > 1 or asked_for:
+        if self._passes.finish() != 1 or self._passes.world.ranks > 1 or asked_for:
             return False
         if not started:
             raise RuntimeError(
@@ -216,11 +231,10 @@ class SGDOLFree(WatchingOptimizer):
 
     def _learn(self, batch: Batch) -> None:
         """Make the step, after the first evaluation."""
-        absolute = looks_absolute(self.param_groups) if not self._rule().updates else None
-        if absolute is not None:
-            self._warn(absolute)
         state, probes = self._rule(), self._evaluator()
         try:
+            multipliers(self.param_groups)  # refuses what cannot be one
+            self._warnings.multiplied(largest(self.param_groups), state.updates)
             now = probes.given(batch, self._moved())
             self._warnings.taken(self._passes.known.bent, self._world().remarks)  # type: ignore[union-attr]
             if not state.updates:
@@ -231,13 +245,16 @@ class SGDOLFree(WatchingOptimizer):
             if now.finite and state.first_norm > 0:
                 self._passes.known.forget()  # type: ignore[union-attr]  # contributions are large in the first step
                 state = self._move(state, now)
-                self._warnings.moved(now.layout, now.norm**2, now.signal)
+                if abs(now.norm**2 - now.signal) <= now.layout.rounding * now.norm**2:
+                    self._warnings.identical_again(state.updates)
             elif not now.finite:
                 state = state._replace(skipped=state.skipped + 1)
                 self._metrics.forget()
-                self._warnings.skipped(self.param_groups)
+                self._warnings.skipped(self.param_groups, state.updates)
         except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C
             batch.undo()
+            for p in self._params():  # what a failed look-back has left is of another point
+                p.grad = None
             self._metrics.forget()
             self._remember()
             raise
@@ -306,9 +323,9 @@ class SGDOLFree(WatchingOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; it may bring its own lr and weight_decay."""
         if isinstance(param_group, dict):
-            refuse_unknown(
-                {name: param_group[name] for name in INSTEAD if name in param_group}, "SGDOLFree", self.defaults
-            )
+            unknown = unknown_in_group(param_group, len(self.param_groups), "SGDOLFree", OPTIONS, INSTEAD)
+            if unknown is not None:
+                self._warn(unknown)
             options = checked({**self.defaults, **param_group}, {})
             param_group.update({name: options[name] for name in param_group if name in self.defaults})
             for name in SHARED:
@@ -324,6 +341,7 @@ class SGDOLFree(WatchingOptimizer):
             if name in first:
                 group[name] = first[name]
         group.setdefault("step_size", first.get("step_size", 0.0))
+        self._warnings.given(largest(self.param_groups), smallest=0.0)  # a small one is a ratio to the others
         self._assemble()
 
     def __repr__(self) -> str:

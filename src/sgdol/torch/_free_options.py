@@ -10,14 +10,17 @@ from torch import Tensor
 
 from sgdol import metrics
 from sgdol.free import State
-from sgdol.torch._options import INSTEAD, LARGEST, check_flag, check_foreach, check_number, refuse_unknown
+from sgdol.torch._options import INSTEAD as OF_OTHERS
+from sgdol.torch._options import LARGEST, check_flag, check_foreach, check_number, refuse_unknown
+from sgdol.torch._options import OPTIONS as OF_SGDOL
 from sgdol.torch._world import real_view
 
 __all__ = [
+    "INSTEAD",
     "OPTIONS",
     "SHARED",
     "checked",
-    "looks_absolute",
+    "largest",
     "multipliers",
     "ratios",
     "refuse_other_shapes",
@@ -28,18 +31,20 @@ __all__ = [
 OPTIONS = ("lr", "momentum", "weight_decay", "averaging", "metric", "maximize", "foreach")
 """Options that every parameter group has. torch adds others to ``defaults`` when it unpickles an optimizer."""
 
+INSTEAD = {
+    **{name: "it is an option of sgdol.SGDOL alone" for name in OF_SGDOL if name not in OPTIONS},
+    **OF_OTHERS,
+    "smoothness": "it measures the smoothness itself",
+}
+"""What to do in place of the options of SGDOL and of other optimizers."""
+
 SHARED = ("momentum", "averaging", "metric", "maximize", "foreach")
 """Options that are the same for all parameter groups: there is one point, one direction, one norm."""
 
 
-SMALLEST = 0.02
-"""A multiplier below this, where no scheduler has made it, looks like another optimizer's learning rate."""
-
-
 def checked(options: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
     """The options, numbers as Python's own; those of other optimizers are refused."""
-    instead = {**INSTEAD, "smoothness": "it measures the smoothness itself"}
-    refuse_unknown(unknown, "SGDOLFree", options, instead)
+    refuse_unknown(unknown, "SGDOLFree", options, INSTEAD)
     metrics.get(options["metric"])
     at_least_0 = (lambda v: v >= 0), "at least 0 and finite"
     at_most = (lambda v: 0 <= v <= LARGEST), f"at least 0 and finite, at most {LARGEST:g}"
@@ -77,16 +82,10 @@ def ratios(groups: list[dict[str, Any]]) -> list[float]:
     return [rate / top if top else 1.0 for rate in rates]
 
 
-def looks_absolute(groups: list[dict[str, Any]]) -> str | None:
-    """A sentence, if the multipliers look like another optimizer's learning rates."""
-    largest = max(float(group.get("initial_lr", group["lr"])) for group in groups)
-    if 0 < largest < SMALLEST:
-        return (
-            f"lr={largest:g} looks like another optimizer's learning rate. In SGDOLFree lr is a factor on the learned "
-            f"step size, so every step is {1 / largest:,.0f} times too short: write SGDOLFree(params), and delete the "
-            "line that sets lr, or a warm-up that starts so low."
-        )
-    return None
+def largest(groups: list[dict[str, Any]]) -> float:
+    """The largest multiplier of all groups: lr, or what a scheduler of torch starts from or goes up to."""
+    rates = [(group["lr"], group.get("initial_lr", 0.0), group.get("max_lr", 0.0)) for group in groups]
+    return max(float(rate) for each in rates for rate in each)
 
 
 def refuse_scaled(factor: float) -> None:

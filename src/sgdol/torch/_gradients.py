@@ -82,7 +82,7 @@ class HeldPair:
         self.pending = True
 
     def take(self, layout: Layout, *, pooled: bool = False) -> Gradients:
-        """The held gradients with those of this step; ``pooled`` as in :meth:`sgdol.torch._passes.Passes.take`."""
+        """The held gradients with those of this step; ``pooled``: as Contributions.take has it."""
         for i, p in enumerate(layout.params):
             held = self._state.get(p, {}).get("held_gradient")
             if held is not None and held.shape != p.shape:

@@ -93,7 +93,9 @@ class Metrics:
                     'use metric="rms", which works on pieces'
                 )
         self.euclidean = not self._kinds
-        """Whether D = 1 for all parameters."""
+        """Whether D = 1 for all parameters, but for the rates of groups."""
+        self.identity = self.euclidean and ratios is None
+        """Whether D = 1, always."""
         self._kind_of = {id(p): kind for kind in self._kinds for p in kind.params}
         self._own(None)
 

@@ -31,6 +31,8 @@ class Operator:
 
     turns = False
     """Whether the coordinates are not those of the parameters."""
+    is_identity = False
+    """Whether D = 1, so that nothing has to be asked of it."""
 
     def turned(self, v: Tensor) -> Tensor:
         """A vector in the coordinates of D."""
@@ -78,6 +80,8 @@ class Operator:
 
 class Identity(Operator):
     """D = 1."""
+
+    is_identity = True
 
     def divided(self, h: Tensor) -> Tensor:
         """D^-1 h."""
@@ -256,6 +260,7 @@ class Rated(Operator):
 
     def __init__(self, operator: Any, rate: float) -> None:
         self.operator, self.rate, self.turns = operator, rate, operator.turns
+        self.is_identity = False
 
     def turned(self, v: Tensor) -> Tensor:
         """A vector in the coordinates of D."""
@@ -287,11 +292,6 @@ IDENTITY = Identity()
 
 class Operators(list[Any]):
     """D of each entry of a layout in one step."""
-
-    @property
-    def euclidean(self) -> bool:
-        """Whether D = 1 everywhere."""
-        return all(operator is IDENTITY for operator in self)
 
     def turned(self, v: Vector) -> Vector:
         """A vector in the coordinates of D; entries may be those of v."""

@@ -35,6 +35,7 @@ __all__ = [
     "every_group_has_a_rate",
     "materialise",
     "refuse_unknown",
+    "unknown_in_group",
 ]
 
 DEFAULTS: dict[str, Any] = {
@@ -96,6 +97,24 @@ def refuse_unknown(
         if option in instead:
             raise TypeError(f"{sentence}: {instead[option]}")
         raise TypeError(f"{sentence}; it has {', '.join(options)}")
+
+
+ANNOTATIONS = ("params", "name", "param_names", "lr_scale", "initial_lr", "max_lr", "min_lr")
+"""What programs, schedulers and torch itself write into parameter groups for themselves."""
+
+
+def unknown_in_group(
+    group: dict[str, Any], index: int, name: str, options: Iterable[str], instead: dict[str, str] = INSTEAD
+) -> str | None:
+    """A sentence on what a parameter group brings that is no option; options of other optimizers are refused."""
+    unknown = [key for key in group if key not in options and key not in ANNOTATIONS]
+    refuse_unknown({key: group[key] for key in unknown if key in instead}, name, options, instead)
+    if not unknown:
+        return None
+    return (
+        f"parameter group {index} brings {', '.join(map(repr, unknown))}: {name} has no such option, so it changes "
+        f"nothing. {name} has {', '.join(options)}"
+    )
 
 
 # One value ------------------------------------------------------------------------------------------------------------

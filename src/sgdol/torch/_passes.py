@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -20,12 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from sgdol.torch._contributions import Contributions
-from sgdol.torch._gradients import Gradients
+from sgdol.torch._contributions import RESHAPED, Contributions
 from sgdol.torch._metric import Metrics
-from sgdol.torch._rerun import Replay, running
+from sgdol.torch._rerun import RUNNING, Replay
 from sgdol.torch._vectors import Layout, sample
-from sgdol.torch._world import ORDINARY, Finder, Tap, World, piece_of
+from sgdol.torch._world import ORDINARY, Finder, Tap, World, is_distributed, piece_of
 
 __all__ = ["Passes"]
 
@@ -34,6 +34,7 @@ after_backward = torch.autograd.Variable._execution_engine.queue_callback
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _DENSE = torch.strided
+_kind: Callable[[Tensor], Any] = attrgetter("dtype", "device", "shape")
 
 
 class Passes:
@@ -67,7 +68,8 @@ class Passes:
         self._make_layout, self._warn = weakref.WeakMethod(layout), weakref.WeakMethod(warn)
         self._params, self._finder, self._metrics = params, finder, metrics
         self._taps = [Tap() for _ in params]
-        self._world: World = finder.here
+        self.world: World = finder.here
+        """The world in which the last backward ran."""
         self._thread = 0
         self._lay_out()
         self.compiled = False
@@ -77,7 +79,7 @@ class Passes:
         for i, p in enumerate(self.layout.params):
             # A gradient that is there before anybody watches is one contribution. Of one that is already averaged over
             # the ranks nobody knows any more what each rank had.
-            if is_dense(p) and p.requires_grad and not (self._world.reduces(p) and self._world.waits(p)):
+            if is_dense(p) and p.requires_grad and not (self.world.reduces(p) and self.world.waits(p)):
                 self.known.found(i)
         if earlier is not None and any(earlier.known.counts):
             self._go_on_from(earlier)
@@ -86,8 +88,8 @@ class Passes:
     @torch.no_grad()
     def _go_on_from(self, earlier: Passes) -> None:
         """Take over what another recorder knows of the parameters that both have."""
-        earlier._finish()
-        self._used, self._world, self.origins = earlier._used, earlier._world, earlier.origins
+        earlier.finish()
+        self._used, self.world, self.origins = earlier._used, earlier.world, earlier.origins
         self.known.go_on_from(earlier.known)
 
     def _lay_out(self) -> None:
@@ -100,7 +102,9 @@ class Passes:
         self._merged = {key: i for key, i in self._rows.items() if merged[i]}
         self._reduces = [self._finder.here.reduces(p) for p in self.layout.params]
         self.known = Contributions(self.layout, self._metrics)
-        self._kinds = [(p.dtype, p.device, None if is_lazy(p) else p.shape) for p in self._params]
+        # A lazy parameter has no shape, and asking each whether it is lazy takes as long as everything else here.
+        self._kind = _kind_of_lazy if any(map(is_lazy, self._params)) else _kind
+        self._kinds = list(map(self._kind, self._params))
 
     def watch(self) -> None:
         """Be in front of all accumulators: a parameter that was frozen or changed its type has a new one."""
@@ -117,7 +121,7 @@ class Passes:
 
     def parameters_changed(self) -> bool:
         """True if a parameter's shape or type changed since :meth:`watch`, as when a lazy module was initialised."""
-        return self._kinds != [(p.dtype, p.device, None if is_lazy(p) else p.shape) for p in self._params]
+        return self._kinds != list(map(self._kind, self._params))
 
     def reset(self, *, used: bool = False) -> None:
         """Forget the passes: their gradients have been used, and may be there still, or were thrown away."""
@@ -126,14 +130,10 @@ class Passes:
         self.overlapping = False
         """Whether backward passes ran in several threads at the same time."""
         self.origins = []
-        self.known.forget()
+        if not self.known.fresh:
+            self.known.forget()
         if self._open is not None:
             self._clear()
-
-    @property
-    def world(self) -> World:
-        """The world in which the last backward ran."""
-        return self._world
 
     def _clear(self) -> None:
         """No backward is running."""
@@ -149,25 +149,21 @@ class Passes:
         self._expected: dict[int, Tensor] = {}  # a sample of what .grad will be, of tensors with hooks
         self._noted = False
 
-    @property
-    def k(self) -> int:
-        """How many passes there have been."""
-        self._finish()
-        return max(self.known.counts, default=0)
-
-    def take(self, layout: Layout, *, pooled: bool = False) -> Gradients:
-        """All gradients of these parameters, in the metric of the step; see :meth:`Contributions.take`."""
-        self._finish()
-        if not any(self.known.counts):  # gradients that were written by hand
-            self._world = self._finder.world
-        return self.known.take(layout, self._world, pooled=pooled)
+    def finish(self) -> int:
+        """How many passes there have been. A backward that has not told its end has ended by now, or has raised."""
+        if self._open is not None:
+            if self._told:  # it was to tell its end, so it has raised half-way
+                self._clear()
+            else:  # all that it has brought came from reentrant segments, whose ends tell nothing of its own
+                self._close()
+        passes = max(self.known.counts, default=0)
+        if not passes:  # gradients that were written by hand
+            self.world = self._finder.world
+        return passes
 
     def unseen(self, params: Sequence[Tensor]) -> bool:
         """Whether one of these has a gradient that no hook has seen: it is new, unfrozen or of another type."""
-        counts = self.known.counts
-        if len(params) == len(counts) and all(counts):
-            return False
-        seen = {p for n, p in zip(counts, self.layout.params, strict=True) if n}
+        seen = {p for n, p in zip(self.known.counts, self.layout.params, strict=True) if n}
         return any(p.grad is not None and p not in seen for p in params)
 
     def refuse_uncounted(self, name: str) -> None:
@@ -192,15 +188,9 @@ class Passes:
         """A lazy parameter has got its shape since: it joins the layout, in the middle of its first backward."""
         reached = [self.layout.params[i] for i in self._brought]
         if any(self.known.counts):
-            raise self._reshaped()
+            raise RuntimeError(RESHAPED)
         self._lay_out()
         self._brought = {self._rows[id(p)]: None for p in reached}
-
-    def _reshaped(self) -> RuntimeError:
-        return RuntimeError(
-            "parameters or their gradients got another shape or type between the backward passes of one step: call "
-            "zero_grad() of the optimizer after replacing a parameter's data"
-        )
 
     def arrived(self, index: int, gradient: Tensor) -> None:
         """This rank's own gradient arrives in the backward that runs now, and is about to be accumulated."""
@@ -243,9 +233,9 @@ class Passes:
         p: Any = self.layout.params[index]
         again = index in self._brought
         earlier = self._brought.setdefault(index, None)
-        if not self.known.counts[index] and not self._world.waits(p):
+        if not self.known.counts[index] and not self.world.waits(p):
             return  # the first: it is .grad
-        if p._post_accumulate_grad_hooks and is_dense(p) and self._world.alone:
+        if p._post_accumulate_grad_hooks and is_dense(p) and self.world.alone:
             # Such a hook may change .grad in the middle of a backward, where nothing else tells of it.
             self._expected[index] = sample(piece_of(p.grad.detach(), p)) + sample(piece_of(gradient, p))
         e = self._entry_of[index]
@@ -253,8 +243,8 @@ class Passes:
             self._brought[index] = gradient if earlier is None else earlier + gradient
             return
         dtype = self.layout.entries[e].dtype
-        before = piece_of(p.grad.detach(), p).to(dtype) if self._world.alone and is_dense(p) else None
-        if before is None and self._world.alone:
+        before = piece_of(p.grad.detach(), p).to(dtype) if self.world.alone and is_dense(p) else None
+        if before is None and self.world.alone:
             return  # nothing to be added to
         length = self.known.measure(e, piece_of(gradient, p).to(dtype), before=before)
         if again and index in self._lengths:
@@ -277,12 +267,9 @@ class Passes:
             if earlier is not None:
                 self.overlapping |= thread != self._thread and earlier is not True and is_running(earlier)
                 with torch.no_grad():
-                    self._finish()
+                    self.finish()
                 self._open = call or True
-            if torch.is_grad_enabled():  # create_graph=True: .grad may have a graph
-                with torch.no_grad():
-                    self._start(index)
-            else:
+            with torch.no_grad():  # with create_graph=True .grad may have a graph
                 self._start(index)
         if self._tasks:
             self._direct = {}  # reentrant segments may bring several gradients to a parameter
@@ -291,7 +278,7 @@ class Passes:
         self._tasks.add(task)
         self._told |= not inside
         close: Callable[[], None] = lambda: self._ended(task, inside)  # noqa: E731
-        if not self._world.alone:
+        if not self.world.alone:
             # The wrapper queues its wait for the all-reduce in the middle of backward: a callback that is queued by a
             # callback runs after it.
             first = close
@@ -300,16 +287,14 @@ class Passes:
 
     def _start(self, index: int) -> None:
         """A backward begins."""
-        self._world = world = self._finder.world
-        if any(self.known.counts) and self.layout.reshaped() is not None:
-            raise self._reshaped()
+        self.world = world = self._finder.world if is_distributed() else self._finder.here
         again = self.known.begin(world)
         if not again:
             self.origins = []  # of gradients that were thrown away
             if self._used:
                 first: Any = self.layout.params[self._rows.get(index, 0)]
                 self.left_over = is_dense(first) and first.is_cpu and bool(piece_of(first.grad.detach(), first).any())
-        self.origins.append(running())
+        self.origins.append(RUNNING.get(threading.get_ident()))
         self._keeping = again or not world.alone
         if not self._keeping:
             self._direct = self._rows
@@ -332,24 +317,17 @@ class Passes:
                 self.known.note()
                 self._noted = True
 
-    def _finish(self) -> None:
-        """A backward that has not told its end has ended if all came from inside; else it raised half-way."""
-        if self._open is not None:
-            if self._told:
-                self._clear()
-            else:
-                self._close()
-
     def _close(self) -> None:
         """A backward has ended: what it brought is a contribution to each tensor that it has reached."""
         for i, expected in self._expected.items():
             p: Any = self.layout.params[i]
             error = (sample(piece_of(p.grad, p)) - expected).abs().max()
             self.known.bent |= bool(error > 64 * torch.finfo(expected.dtype).eps * expected.abs().max())
-        self.known.add(self._brought, self._lengths, measure=self._keeping)
-        if not self._noted or self._told:
-            self.known.note(measure=self._keeping)
+        brought, lengths, keeping, note = self._brought, self._lengths, self._keeping, not self._noted or self._told
         self._clear()
+        self.known.add(brought, lengths, measure=keeping)
+        if note:
+            self.known.note(measure=keeping)
 
 
 SHARED = (
@@ -357,6 +335,11 @@ SHARED = (
     "brought it several gradients and the noise of this step is measured wrong. "
     "Use checkpoint(..., use_reentrant=False)."
 )
+
+
+def _kind_of_lazy(p: Tensor) -> Any:
+    """What :data:`_kind` says of a parameter, of which some are lazy: these have no shape yet."""
+    return p.dtype, p.device, None if is_lazy(p) else p.shape
 
 
 def is_dense(p: Tensor) -> bool:

@@ -198,8 +198,8 @@ class Probes:
         """
         layout_of = self._layout_of()
         assert layout_of is not None
+        passes = self._passes.finish()
         layout, world = layout_of(), self._passes.world
-        passes = self._passes.k
         if self._passes.known.thrown_away:
             raise RuntimeError(
                 "gradients were set to zero between the backward passes of the closure, so that .grad is not their "
@@ -211,7 +211,7 @@ class Probes:
                 "time(s). Split the batch: for x, y in zip(inputs.chunk(2), targets.chunk(2)): "
                 "(criterion(model(x), y) / 2).backward()"
             )
-        found = self._passes.take(layout, pooled=world.alone)
+        found = self._passes.known.take(layout, world, pooled=world.alone)
         squared, signal, k = float(found.squared), float(found.signal), found.k
         g = layout.copy(found.g) if world.overwrites else found.g
         # Q = n - u (k - 1)/k, which rounding may make negative where all but one contribution are 0.

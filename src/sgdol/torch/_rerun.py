@@ -18,25 +18,21 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Buffers", "Replay", "interested", "running"]
+__all__ = ["INTERESTED", "RUNNING", "Buffers", "Replay", "interested"]
 
 HOST = torch.device("cpu")
 
-_RUNNING: dict[int, Replay] = {}
+RUNNING: dict[int, Replay] = {}
 """The call that is being made now, by thread."""
 
-_INTERESTED: weakref.WeakValueDictionary[int, Buffers] = weakref.WeakValueDictionary()
-
-
-def running() -> Replay | None:
-    """The call that is being made on this thread, for the first time or again."""
-    return _RUNNING.get(threading.get_ident())
+INTERESTED: weakref.WeakValueDictionary[int, Buffers] = weakref.WeakValueDictionary()
+"""The buffers that optimizers know which may want a call to be made again."""
 
 
 def interested() -> list[Buffers]:
-    """The buffers that optimizers know which may want a call to be made again."""
+    """Those of :data:`INTERESTED` that are still there."""
     # A list of references is made at once: another thread may be constructing an optimizer.
-    return [some for some in (reference() for reference in _INTERESTED.valuerefs()) if some is not None]
+    return [some for some in (reference() for reference in INTERESTED.valuerefs()) if some is not None]
 
 
 class _Saved(NamedTuple):
@@ -74,7 +70,7 @@ class Buffers:
         self._moving: list[tuple[weakref.ref[torch.nn.Module], str]] = []
         self.known = False
         """Whether a call has shown which move."""
-        _INTERESTED[id(self)] = self
+        INTERESTED[id(self)] = self
 
     @property
     def devices(self) -> set[torch.device]:
@@ -121,7 +117,7 @@ class Replay:
         self._call, self._buffers = call, buffers
         self.passes, self.whole = passes, whole
         self.loss: Any = None
-        """What the first call returned."""
+        """What the first call returned; None if it raised an error."""
         self._scale: Any = 1.0
         self._accelerators = sorted({device for some in buffers for device in some.devices}, key=str)
         self._random: dict[torch.device, Tensor] = {}
@@ -177,7 +173,7 @@ class Replay:
 
     def joined(self) -> None:
         """A thread of autograd's has begun to run the passes of this call: an accelerator has its own."""
-        _RUNNING[threading.get_ident()] = self
+        RUNNING[threading.get_ident()] = self
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -185,8 +181,8 @@ class Replay:
         try:
             yield
         finally:
-            for thread in [thread for thread, replay in list(_RUNNING.items()) if replay is self]:
-                _RUNNING.pop(thread, None)
+            for thread in [thread for thread, replay in list(RUNNING.items()) if replay is self]:
+                RUNNING.pop(thread, None)
 
 
 def _save(module: torch.nn.Module, name: str) -> list[_Saved]:

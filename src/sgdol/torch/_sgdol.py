@@ -20,7 +20,15 @@ from sgdol.torch._blocks import Blocks, Granularity, Learned, share
 from sgdol.torch._checkpoint import Blanks, first_step_size
 from sgdol.torch._direction import Directions
 from sgdol.torch._gradients import Gradients, HeldPair
-from sgdol.torch._options import LEARNED_WITH, OPTIONS, Catalogue, every_group_has_a_rate, materialise, refuse_unknown
+from sgdol.torch._options import (
+    LEARNED_WITH,
+    OPTIONS,
+    Catalogue,
+    every_group_has_a_rate,
+    materialise,
+    refuse_unknown,
+    unknown_in_group,
+)
 from sgdol.torch._update import Gate, move
 from sgdol.torch._vectors import Layout, as_number
 from sgdol.torch._world import Measured
@@ -186,10 +194,7 @@ class SGDOL(WatchingOptimizer):
             What the closure returned, or None.
         """
         if torch.compiler.is_compiling():  # it counts passes: nothing to trace, so nothing to recompile
-            return torch.compiler.disable(self._step)(closure)
-        return self._step(closure)
-
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
+            return torch.compiler.disable(self.step)(closure)
         if self._swapped:
             raise RuntimeError("step() inside averaged() would train the averaged weights: leave it first")
         result = None
@@ -239,6 +244,9 @@ class SGDOL(WatchingOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; it may bring any of the constructor's options."""
         if isinstance(param_group, dict):
+            unknown = unknown_in_group(param_group, len(self.param_groups), "SGDOL", ("smoothness", *OPTIONS))
+            if unknown is not None:
+                self._warn(unknown)
             param_group = self._catalogue.group(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -273,9 +281,8 @@ class SGDOL(WatchingOptimizer):
 
     def _take(self) -> tuple[Gradients, Blocks] | None:
         """The gradients of this step and the blocks they are in, if they are enough for an update; else hold them."""
-        pair, passes, finder, groups = self._pair, self._passes, self._finder, self.param_groups
+        pair, passes, groups = self._pair, self._passes, self.param_groups
         assert passes is not None
-        assert finder is not None
         pending = groups[0].get("pending", False)
         members = [
             [p for p in group["params"] if p.grad is not None or (pending and pair.holds(p))] for group in groups
@@ -283,22 +290,24 @@ class SGDOL(WatchingOptimizer):
         params = members[0] if len(members) == 1 else [p for some in members for p in some]
         if not params or (pending and all(p.grad is None for p in params)):
             return None
-        unseen = passes.unseen(params)  # a sparse gradient is not counted
+        k, world, counts = passes.finish(), passes.world, passes.known.counts
+        unseen = not (len(counts) == len(params) and all(counts)) and passes.unseen(params)  # sparse ones, for example
         if unseen or passes.overlapping:
             self._refuse_sparse(params)
         if unseen:
             passes.watch()
-            if checkpoint.is_creating(groups, params, passes.k, finder.world):
+            if checkpoint.is_creating(groups, params, k, world):
                 checkpoint.create(groups, self.state, self._blanks)
                 self._blank = True
                 return None
         if self._blank:
             self._blank, self._blocks = False, None
             checkpoint.drop_blanks(self.state, pending)
-        layout, world, k, blocks = self._layout_of(members), finder.world, passes.k, self._blocks
+        layout, blocks = self._layout, self._blocks
+        if layout is None or not layout.serves(members):
+            layout = self._layout_of(members)
         if blocks is None or not blocks.serves(layout):
-            learner_of = self._catalogue.learner_of
-            blocks = self._blocks = Blocks(groups, layout, self.state, learner_of, lambda: finder.world)
+            blocks = self._blocks = Blocks(groups, layout, self.state, self._catalogue.learner_of, self._world)
         pooled = self._host and layout.like.is_cpu and world.alone and blocks.pooled()
         gradients = None
         paper = any(group["estimator"] == "paper" for group in groups)  # one gradient of a pair per step, also of ranks
@@ -313,7 +322,7 @@ class SGDOL(WatchingOptimizer):
             pair.hold(params)
             self._warnings.held(groups)
         else:
-            gradients = passes.take(layout, pooled=pooled)
+            gradients = passes.known.take(layout, world, pooled=pooled)
             if passes.known.bent or world.remarks or not self._warnings.several:
                 self._warnings.taken(passes.known.bent, world.remarks)
         if passes.left_over:
@@ -342,19 +351,24 @@ class SGDOL(WatchingOptimizer):
         self.param_groups[0]["totals"] = diagnostics.skipped(totals)
         share(self.param_groups)
         self._metrics.forget()
-        self._warnings.skipped(self.param_groups)
+        self._warnings.skipped(self.param_groups, int(totals[0]))
 
     def _record(self, layout: Layout, learned: Learned, totals: Tensor, k: int, gate: Gate) -> None:
         """Keep what diagnostics, loggers and averages need of an update."""
         first = self.param_groups[0]
-        first["totals"], first["gradients"] = diagnostics.added(totals, learned, gate), k
+        new = learned.totals + totals * (diagnostics.KEPT if gate.host else diagnostics.KEPT.to(totals))
+        first["totals"] = new if gate.host else gate.choose(new, diagnostics.skipped(totals))
+        first["gradients"] = k
         for group, eta in zip(layout.groups, learned.step_sizes, strict=True):
-            eta = as_number(eta, layout.like)
+            host = isinstance(eta, float)
+            eta = torch.scalar_tensor(eta, dtype=torch.float64) if host else as_number(eta, layout.like)
             group["step_size"] = eta if gate.host else gate.choose(eta, as_number(group["step_size"], eta))
         if len(self.param_groups) > 1:
             share(self.param_groups)
-        if gate.host:
-            self._warnings.updated(layout, learned.step_sizes, gate.squared, gate.signal)
+        if gate.host and gate.squared > 0 and abs(gate.squared - gate.signal) <= layout.rounding * gate.squared:
+            self._warnings.identical()
+        if gate.host and not any(learned.step_sizes):
+            self._warnings.stood_still(layout.groups, int(totals[0]))
         if any(group["averaging"] is not None for group in self.param_groups):
             average_groups(self.param_groups, self.state, layout.params, first["totals"][0], gate)
 
@@ -364,11 +378,10 @@ class SGDOL(WatchingOptimizer):
         """The parts of which this optimizer is made, on its groups and state as they are now."""
         super()._assemble()
         self._blocks = None
-        catalogue, finder = self._catalogue, self._finder
-        assert finder is not None
-        self._pair = HeldPair(self.param_groups, self.state, self._metrics, lambda: finder.world)
+        catalogue = self._catalogue
+        self._pair = HeldPair(self.param_groups, self.state, self._metrics, self._world)
         self._directions = Directions(
-            catalogue.asks, lambda group: isinstance(catalogue.metric_of(group), Euclidean), lambda: finder.world
+            catalogue.asks, lambda group: isinstance(catalogue.metric_of(group), Euclidean), self._world
         )
 
     def _measured(self) -> Measured:

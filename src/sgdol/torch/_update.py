@@ -33,7 +33,10 @@ class Gate:
 
     def __init__(self, squared: Any, signal: Any, host: bool = True) -> None:
         self.host = isinstance(squared, float) or (host and squared.device.type == "cpu" and type(squared) is Tensor)
-        self.squared, self.signal = self.number(squared), self.number(signal)
+        self.squared: Any = squared
+        self.signal: Any = signal
+        if self.host and not isinstance(squared, float):
+            self.squared, self.signal = squared.item(), signal.item()
         self.skip = self.host and not math.isfinite(self.squared + self.signal)
         """True if the host knows that the update does not count."""
         self.ok: Any = self.host or torch.isfinite(squared + signal)
@@ -73,34 +76,41 @@ def move(
         gate: whether the update counts.
         units: what weight_decay of each of the optimizer's groups is multiplied by; None for 1.
     """
-    own = layout.own()
+    own = layout.params if layout.plain else layout.own()
     for e, entry in enumerate(layout.entries):
         group = layout.groups[entry.group]
         decay = group["weight_decay"] * (1.0 if units is None else units[layout.places[entry.group]])
-        xs = own[entry.start : entry.stop]
-        v, scale, eta = d[e], scales[e], gate.weight(etas[e])
-        if isinstance(eta, Tensor) and eta.numel() == 1:
-            eta = gate.number(eta.reshape(()))
+        xs: Any = own[entry.start : entry.stop]
+        v, scale, eta, decays = d[e], scales[e], etas[e], None
+        if not isinstance(eta, float):
+            eta = gate.weight(eta)
+            eta = gate.number(eta.reshape(())) if eta.numel() == 1 else eta
         if isinstance(eta, Tensor) and eta.dim():
             if not entry.coordinates:
                 eta = layout.spread(e, eta)
-            decays = layout.parts(e, eta * decay) if decay else None
+            if decay:
+                decays = layout.parts(e, eta * decay)
             one = entry.coordinates and not entry.merged and xs[0].dim() and xs[0].dtype == v.dtype == eta.dtype
             if one and not decay and not isinstance(scale, Tensor):
                 xs[0].addcmul_(v, eta, value=scale if group["maximize"] else -scale)  # in one pass over memory
                 continue
             v, factor = v * (eta * scale).to(v.dtype), 1.0
         else:
-            decays = eta * decay if decay else None
             factor = eta * scale
-        _move(xs, layout.moved_parts(e, v), factor if group["maximize"] else -factor, decays, entry.dtype)
+            if decay:
+                decays = eta * decay
+        ds = layout.parts(e, v, to_read=True)
+        factor = factor if group["maximize"] else -factor
+        if isinstance(factor, float) and decays is None and xs[0].dtype == v.dtype:
+            torch._foreach_add_(xs, ds, alpha=factor)
+        else:
+            _move(xs, ds, factor, decays, entry.dtype)
 
 
-def _move(xs: list[Tensor], ds: list[Tensor], factor: Any, decays: Any, wide: torch.dtype) -> None:
+def _move(xs: list[Tensor], ds: Sequence[Tensor], factor: Any, decays: Any, wide: torch.dtype) -> None:
     """Move tensors: x <- (1 - decay) x + factor d, each rounded once, in the type in which vectors are kept."""
     if isinstance(factor, Tensor):
-        ds = list(torch._foreach_mul(ds, factor.to(ds[0])))
-        factor = 1.0
+        ds, factor = torch._foreach_mul(list(ds), factor.to(ds[0])), 1.0
     if xs[0].dtype != wide:  # a narrow parameter is rounded once, at the end
         for i, (x, d) in enumerate(zip(xs, ds, strict=True)):
             copy = x.to(d.dtype)
@@ -111,6 +121,4 @@ def _move(xs: list[Tensor], ds: list[Tensor], factor: Any, decays: Any, wide: to
         torch._foreach_mul_(xs, [(1 - decay).to(x) for decay, x in zip(decays, xs, strict=True)])
     elif decays is not None:
         torch._foreach_mul_(xs, 1 - decays if isinstance(decays, float) else (1 - decays).to(xs[0]))
-    if ds[0].dtype != xs[0].dtype:
-        ds = [d.to(x.dtype) for d, x in zip(ds, xs, strict=True)]
-    torch._foreach_add_(xs, ds, alpha=factor)
+    torch._foreach_add_(xs, [d.to(x.dtype) for d, x in zip(ds, xs, strict=True)], alpha=factor)

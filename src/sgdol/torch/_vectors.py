@@ -99,13 +99,14 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     return total.to(wide)
 
 
-def product(a: Tensor, b: Tensor) -> float:
-    """<a, b> as a Python number, of flat tensors on the host."""
-    if TINY < a.numel() <= CHUNK:
+def product(a: Tensor, b: Tensor) -> Any:
+    """<a, b>: a Python number on the host, where the usual case is short; elsewhere as :func:`dot`."""
+    if a.dim() == 1 and TINY < a.numel() <= CHUNK and a.is_cpu:
         found: float = torch.dot(a, b).item()
         if SAFE[0] < abs(found) < SAFE[1] or a.dtype == torch.float64:
             return found
-    return dot(a, b).item()
+    square = dot(a, b)
+    return square.item() if a.is_cpu else square
 
 
 def total(x: Tensor) -> Tensor:
@@ -193,6 +194,8 @@ class Layout:
         device = self.params[0].device if self.params else torch.device("cpu")
         self.like = torch.zeros((), device=device, dtype=scalar_dtype(device))
         """A number of the kind in which numbers are kept."""
+        self.rounding = max((8 * torch.finfo(entry.dtype).eps for entry in self.entries), default=0.0)
+        """By how much, relative to it, a squared norm may be off."""
         self.coordinates = [e for e, entry in enumerate(self.entries) if entry.coordinates]
         self.numbered = [i for entry in self.entries if not entry.coordinates for i in range(entry.start, entry.stop)]
         """The tensors that have one number each, in order."""
@@ -222,19 +225,24 @@ class Layout:
             return [self.entry(tensors, 0)]
         return [self.entry(tensors[entry.start : entry.stop], e) for e, entry in enumerate(self.entries)]
 
-    def entry(self, tensors: Sequence[Tensor | None], e: int) -> Tensor:
-        """One entry of such a vector, from the tensors that lie in it."""
+    def entry(self, tensors: Sequence[Tensor | None], e: int, *, copy: bool = False) -> Tensor:
+        """One entry of such a vector, from the tensors that lie in it; ``copy``: in memory of its own."""
         entry = self.entries[e]
         found: Any = tensors
         if not self.plain or set(map(type, tensors)) != {Tensor}:
             found = [self._piece(tensor, entry.start + i) for i, tensor in enumerate(tensors)]
         if entry.merged:
-            return torch._C._nn.flatten_dense_tensors(found)  # of a single tensor it is a view
-        return found[0] if found[0].dtype == entry.dtype else found[0].to(entry.dtype)
+            x = torch._C._nn.flatten_dense_tensors(found)  # of a single tensor it is a view
+        else:
+            x = found[0] if found[0].dtype == entry.dtype else found[0].to(entry.dtype)
+        return x.clone() if copy and len(found) == 1 else x
 
     def gradients(self) -> Vector:
         """What is in ``.grad``, 0 where nothing is; not to be written to."""
-        return self.gather([p.grad for p in self.params])
+        params = self.params
+        return [
+            self.entry([p.grad for p in params[entry.start : entry.stop]], e) for e, entry in enumerate(self.entries)
+        ]
 
     def point(self) -> Vector:
         """Where the parameters are: a copy."""
@@ -242,11 +250,7 @@ class Layout:
 
     def copy(self, vector: Vector) -> Vector:
         """What :meth:`gather` returned, in memory of its own."""
-        return [self.copied(e, x) for e, x in enumerate(vector)]
-
-    def copied(self, e: int, x: Tensor) -> Tensor:
-        """One entry of what :meth:`gather` returned, in memory of its own."""
-        return x if len(self.entries[e].sizes) > 1 else x.clone()
+        return [x if len(entry.sizes) > 1 else x.clone() for entry, x in zip(self.entries, vector, strict=True)]
 
     def put(self, x: Vector) -> None:
         """Move the parameters there."""
@@ -262,24 +266,26 @@ class Layout:
         """Each parameter's part of a vector, in its (real) shape."""
         return [part for e, x in enumerate(vector) for part in self.parts(e, x)]
 
-    def parts(self, e: int, x: Tensor) -> list[Tensor]:
-        """The parts of one entry, each in its parameter's (real) shape."""
+    def parts(self, e: int, x: Tensor, *, to_read: bool = False) -> list[Tensor]:
+        """The parts of one entry, each in its parameter's (real) shape.
+
+        Args:
+            e: the entry.
+            x: what lies there.
+            to_read: whether they are read at once and not written to, so that they may lie in a buffer.
+        """
         entry, kept = self.entries[e], self._parts.get(id(x))
         if not entry.merged:
             return [x]
         if kept is not None and kept[0] is x:
             return kept[1]
-        return [part.view(self._shapes[entry.start + i]) for i, part in enumerate(x.split(entry.sizes))]
-
-    def moved_parts(self, e: int, x: Tensor) -> list[Tensor]:
-        """The same, to be read at once and not written to: of a merged entry they may lie in a buffer."""
-        entry = self.entries[e]
-        if not entry.merged or id(x) in self._parts or len(entry.sizes) == 1:
-            return self.parts(e, x)
-        if e not in self._buffers or self._buffers[e].dtype != x.dtype:
-            self._buffers[e] = torch.empty_like(x)
-            self._parts[id(self._buffers[e])] = self._buffers[e], self.parts(e, self._buffers[e])
-        return self.parts(e, self._buffers[e].copy_(x))  # one copy is cheaper than hundreds of new views
+        if not to_read or len(entry.sizes) == 1:
+            return [part.view(self._shapes[entry.start + i]) for i, part in enumerate(x.split(entry.sizes))]
+        buffer = self._buffers.get(e)
+        if buffer is None or buffer.dtype != x.dtype:
+            buffer = self._buffers[e] = torch.empty_like(x)
+            self._parts[id(buffer)] = buffer, self.parts(e, buffer)
+        return self._parts[id(buffer.copy_(x))][1]  # one copy is cheaper than hundreds of new views
 
     def sample(self, vector: Vector) -> Vector:
         """All numbers of small tensors, and a few of each large one, in memory of their own."""
@@ -375,12 +381,6 @@ class Layout:
             0, self._index[e], values.to(self.like.dtype)
         )
 
-    def length(self, e: int, x: Tensor) -> Any:
-        """||x||^2 of one entry: a Python number on the host."""
-        if not x.is_cpu:
-            return dot(x, x)
-        return product(x, x) if self.entries[e].merged else dot(x, x).item()
-
     def number(self, e: int, x: Tensor, y: Tensor, pooled: bool = False) -> Any:
         """<x, y> of one entry: one number for each tensor, or an array of products where coordinates have their own.
 
@@ -392,7 +392,7 @@ class Layout:
         """
         entry = self.entries[e]
         if pooled:
-            return product(x, y) if entry.merged else dot(x, y).item()
+            return product(x, y)
         if entry.coordinates:
             wide = self.precision(e, x)
             return x.to(wide) * y.to(wide)
@@ -438,14 +438,15 @@ class Layout:
         values: list[Any] = []
         for e, entry in enumerate(self.entries):
             x, y = a[e], b[e]
+            operator = None if operators is None or operators[e].is_identity else operators[e]
             if entry.merged or entry.coordinates:
                 if entry.coordinates:
                     y = y.to(self.precision(e, x))
-                if operators is not None:
-                    x, y = operators[e].paired(x, y)
+                if operator is not None:
+                    x, y = operator.paired(x, y)
                 values.append(self.number(e, x, y, pooled))
             else:
-                found = known[e] if known else dot(x, y) if operators is None else operators[e].inner(x, y)
+                found = known[e] if known else dot(x, y) if operator is None else operator.inner(x, y)
                 values.append(found.item() if pooled else as_number(found, self.like).reshape(1))
         return values
 
@@ -506,7 +507,7 @@ class Layout:
 
     def by_entry(self, value: Any) -> list[Any]:
         """A number, or one for each tensor that has one, by entry: what belongs to its tensors."""
-        if not isinstance(value, Tensor) or not value.dim():
+        if isinstance(value, float) or not value.dim():
             return [value] * len(self.entries)
         sizes = [0 if entry.coordinates else len(entry.sizes) for entry in self.entries]
         return list(value.split(sizes))

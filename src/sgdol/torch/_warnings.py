@@ -8,16 +8,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
-
-from sgdol.torch._vectors import Layout
+from typing import Any, NamedTuple
 
 __all__ = ["Warnings"]
 
 RUNNING = 10
 """So many updates of size 0, or skipped ones, in a row are no accident."""
+
+SMALLEST, LARGEST = 0.02, 50.0
+"""lr of SGDOLFree, which is a multiplier, looks like another optimizer's learning rate outside of this range..."""
+WARM_UP = 100
+"""...but a schedule by hand that rises from step to step may stay below it for so many steps."""
+
+
+class _Running(NamedTuple):
+    """How often something has happened running, and after how many updates the last time."""
+
+    times: int = 0
+    updates: int = -1
+
+    def after(self, updates: int, apart: int) -> _Running:
+        """It happens after so many updates; that is running if the last time was ``apart`` updates ago."""
+        return _Running(self.times + 1 if updates == self.updates + apart else 1, updates)
 
 
 class Warnings:
@@ -30,9 +42,10 @@ class Warnings:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._method = weakref.WeakMethod(say)
-        self._zeros = 0
-        self._skips = 0
-        self._alike = 0
+        self._zeros = self._skips = self._alike = _Running()
+        self._lr: float | None = None
+        self._low: int | None = None
+        self._absolute = False
         self.several = False
         """Whether several gradients came in one step."""
 
@@ -76,16 +89,16 @@ class Warnings:
             "one backward() per step(), any change."
         )
 
-    def skipped(self, groups: Sequence[dict[str, Any]]) -> None:
-        """An update was skipped because a gradient was not finite."""
-        self._skips += 1
-        if self._skips == RUNNING and "rule" in groups[0]:
+    def skipped(self, groups: Sequence[dict[str, Any]], updates: int) -> None:
+        """An update was skipped, after so many others, because a gradient was not finite."""
+        self._skips = self._skips.after(updates, 0)
+        if self._skips.times == RUNNING and "rule" in groups[0]:
             self._say(
                 f"SGDOLFree has skipped {RUNNING} steps in a row: the loss or the gradients are not finite. The step "
                 "size is not the cause, because steps that are too long are undone: look for inf and nan in the data, "
                 "in the loss function and in what overflows in low precision."
             )
-        elif self._skips == RUNNING:
+        elif self._skips.times == RUNNING:
             rates = sorted({float(group["lr"]) for group in groups})
             self._say(
                 f"SGDOL has skipped {RUNNING} updates in a row: gradients are not finite, the training has diverged. "
@@ -93,20 +106,20 @@ class Warnings:
                 "If the very first gradients were not finite, look at the data and the loss."
             )
 
-    def updated(self, layout: Layout, step_sizes: Sequence[Any], squared: float, signal: float) -> None:
-        """An update was made: the step sizes of the groups that took part, and the numbers of its gradients."""
-        self._skips = 0
-        if self._identical(layout, squared, signal):
-            self._say(
-                "SGDOL was given the same gradient twice, so it cannot see any noise and is SGD at the rate lr. "
-                "Draw a fresh batch for every backward(), or split a batch into microbatches, and give each rank its "
-                "own data. Ignore this if the objective has no noise."
-            )
-        if any(eta != 0 for eta in step_sizes) or all(float(group["lr"]) == 0 for group in layout.groups):
-            self._zeros = 0
+    def identical(self) -> None:
+        """The gradients of an update of SGDOL were identical."""
+        self._say(
+            "SGDOL was given the same gradient twice, so it cannot see any noise and is SGD at the rate lr. "
+            "Draw a fresh batch for every backward(), or split a batch into microbatches, and give each rank its "
+            "own data. Ignore this if the objective has no noise."
+        )
+
+    def stood_still(self, groups: Sequence[dict[str, Any]], updates: int) -> None:
+        """All step sizes of an update were 0, after so many others."""
+        if all(float(group["lr"]) == 0 for group in groups):
             return
-        self._zeros += 1
-        if self._zeros == RUNNING:
+        self._zeros = self._zeros.after(updates, 1)
+        if self._zeros.times == RUNNING:
             self._say(
                 f"SGDOL's step size has been exactly 0 for {RUNNING} updates in a row: the gradients of a step "
                 "contradict each other more than independent draws of one objective do. Usual causes: different "
@@ -115,24 +128,56 @@ class Warnings:
                 "clipping hook: clip once, before step()); lr far too large; an objective that is all noise."
             )
 
-    def _say(self, message: str) -> None:
-        say = self._method()
-        if say is not None:
-            say(message)
-
-    def moved(self, layout: Layout, squared: float, signal: float) -> None:
-        """SGDOLFree has made a step: the numbers of its gradients."""
-        self._skips = 0
-        self._alike = self._alike + 1 if self._identical(layout, squared, signal) else 0
-        if self._alike == RUNNING:
+    def identical_again(self, updates: int) -> None:
+        """The gradients of a step of SGDOLFree were identical, after so many steps."""
+        self._alike = self._alike.after(updates, 1)
+        if self._alike.times == RUNNING:
             self._say(
                 f"SGDOLFree was given identical gradients in {RUNNING} steps in a row, so it cannot see any noise and "
                 "makes steps that are too long: the halves of the batch are the same samples, or the ranks have the "
                 "same data. Give each half, and each rank, samples of its own. Ignore this if there is no noise."
             )
 
-    @staticmethod
-    def _identical(layout: Layout, squared: float, signal: float) -> bool:
-        """Identical gradients have u = n: the same batch was used twice, or there is no noise at all."""
-        eps = torch.finfo(layout.entries[0].dtype).eps
-        return squared > 0 and abs(squared - signal) <= 8 * eps * squared
+    def given(self, lr: float, *, smallest: float = SMALLEST) -> None:
+        """The largest lr of the groups of an SGDOLFree that is being made, or gets another group."""
+        if lr and not smallest <= lr <= LARGEST:
+            self._looks_absolute(lr)
+
+    def multiplied(self, lr: float, updates: int) -> None:
+        """SGDOLFree multiplies a step by lr, the largest of its groups. Zero freezes, and is never warned of.
+
+        A schedule passes through small values, so a low lr is suspected only if it comes from more than
+        1/SMALLEST times as much (1 before the first step) in one step, and warned of when it does not rise after that.
+        """
+        before = self._lr
+        if before is None:
+            before = lr if updates else 1.0  # of a run that is resumed nobody knows what was before
+        if lr == 0:
+            return
+        self._lr = lr
+        if lr > LARGEST:
+            self._looks_absolute(lr)
+        elif lr >= SMALLEST:
+            self._low = None
+        elif self._low is not None:
+            self._low += 1
+            if lr <= before or self._low >= WARM_UP:
+                self._looks_absolute(lr)
+        elif before >= SMALLEST and lr < SMALLEST * before:
+            self._low = 0
+
+    def _looks_absolute(self, lr: float) -> None:
+        if self._absolute:
+            return
+        self._absolute = True
+        wrong = f"{1 / lr:,.0f} times too short" if lr < 1 else f"{lr:,.0f} times too long"
+        self._say(
+            f"lr={lr:g} looks like another optimizer's learning rate. In SGDOLFree lr is a factor on the learned step "
+            f"size, so every step is {wrong}: write SGDOLFree(params), and delete the line that sets lr. A schedule "
+            "multiplies by 1 at its highest."
+        )
+
+    def _say(self, message: str) -> None:
+        say = self._method()
+        if say is not None:
+            say(message)

@@ -23,6 +23,7 @@ that divides the batches of an epoch, for instance with ``limit_train_batches``.
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -36,9 +37,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from sgdol.torch import Log, SGDOLFree
-from sgdol.torch._backward import split
+from sgdol.torch._backward import repeatable, split, watched
+from sgdol.torch._rerun import RUNNING
 from sgdol.trainers._average import Average, put_back
-from sgdol.trainers._parts import check_parts, refuse_clipping
+from sgdol.trainers._parts import check_parts
 
 __all__ = ["AveragedWeights", "Microbatches", "StepSizeMonitor"]
 
@@ -71,6 +73,7 @@ class Microbatches(Callback):
         self._earlier: list[tuple[Any, ...]] = []
         self._index = 0
         self._evaluated = False
+        self._patched: tuple[Any, Callable[..., Any] | None] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse what cannot be, and put the split in front of ``training_step``."""
@@ -80,6 +83,7 @@ class Microbatches(Callback):
             raise TypeError("Microbatches is for automatic optimization; in a loop by hand use sgdol.torch.backward")
         if free:
             _refuse_what_free_cannot(trainer)
+            self._evaluate_before_the_step(pl_module, optimizer)
         if trainer.world_size > 1 or (trainer.accumulate_grad_batches > 1 and not free):
             return
         step, zero_grad = pl_module.training_step, pl_module.optimizer_zero_grad
@@ -111,12 +115,39 @@ class Microbatches(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the split away again."""
-        for name in ("training_step", "optimizer_zero_grad"):
+        for name in ("training_step", "optimizer_zero_grad", "optimizer_step"):
             vars(pl_module).pop(name, None)
+        if self._patched is not None:
+            optimizer, step = self._patched
+            vars(optimizer).pop("step")
+            if step is not None:
+                optimizer.step = step
+            self._patched = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take the split away again."""
         self.on_train_end(trainer, pl_module)
+
+    def _evaluate_before_the_step(self, pl_module: LightningModule, optimizer: Any) -> None:
+        """Let ``optimizer.step`` call Lightning's closure once, for its passes, and then step without a closure.
+
+        Lightning clips gradients at the end of its closure. A look-back needs them as they were before, so it runs the
+        passes alone again.
+        """
+        takes_closure, step = pl_module.optimizer_step, optimizer.step
+
+        def optimizer_step(epoch: int, index: int, wrapped: Any, closure: Any = None) -> None:
+            takes_closure(epoch, index, wrapped, functools.partial(repeatable, closure, 1))
+
+        @functools.wraps(step)  # a scheduler has left a mark on it
+        def closure_first(closure: Callable[[], Any] | None = None) -> Any:
+            result = None if closure is None else closure()
+            step()
+            return result
+
+        self._patched = optimizer, vars(optimizer).get("step")
+        pl_module.optimizer_step = optimizer_step  # type: ignore[method-assign, assignment]
+        optimizer.step = closure_first
 
     def _accumulates(self, trainer: Trainer) -> bool:
         """Whether more batches come before the step; Lightning steps at the end of an epoch whatever there is."""
@@ -132,6 +163,9 @@ class Microbatches(Callback):
             passes = [(1 / (len(self._earlier) + 1), each) for each in (*self._earlier, arguments)]
         else:
             passes = [(share, (part, *arguments[1:])) for share, (part,) in split(arguments[:1], self.parts)]
+        replay = RUNNING.get(threading.get_ident())
+        if replay is not None:
+            replay.passes, replay.whole = len(passes), len(passes) > 1
         total = torch.zeros((), device=pl_module.device)
         if self._evaluated:
             pl_module.log = _nothing  # type: ignore[method-assign]
@@ -143,7 +177,7 @@ class Microbatches(Callback):
                     raise TypeError(
                         "with Microbatches training_step must return the mean loss of each part of a batch, got None"
                     )
-                loss = loss * share
+                loss = watched(loss * share)
                 if number < len(passes):
                     with torch.autocast(pl_module.device.type, enabled=False):
                         trainer.strategy.backward(loss, None)
@@ -299,7 +333,6 @@ def _optimizer(trainer: Trainer, asker: str) -> Any:
 
 
 def _refuse_what_free_cannot(trainer: Trainer) -> None:
-    refuse_clipping("gradient_clip_val", trainer.gradient_clip_val, "None")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(
             'SGDOLFree evaluates a batch more than once, which a GradScaler does not allow: use precision="bf16-mixed"'

@@ -6,6 +6,7 @@ A new engine is one file here: a :class:`World` that knows its ranks and sums ov
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +33,7 @@ __all__ = [
     "Tap",
     "World",
     "fitted",
+    "is_distributed",
     "is_sharded",
     "like_parameter",
     "local",
@@ -42,12 +44,13 @@ __all__ = [
 
 _ALONE = Alone()
 
-AVAILABLE = dist.is_available()
+is_distributed: Callable[[], bool] = dist.is_initialized if dist.is_available() else bool
+"""Whether there is a process group. (Builds of torch without torch.distributed have none.)"""
 
 
 def several() -> bool:
     """Whether there are other ranks."""
-    return AVAILABLE and dist.is_initialized() and dist.get_world_size() > 1
+    return is_distributed() and dist.get_world_size() > 1
 
 
 class Finder:
