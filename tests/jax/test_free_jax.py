@@ -296,6 +296,11 @@ def pieces():
     return update, params, optimizer.init(params)
 
 
+def test_a_learning_rate_of_another_optimizer_draws_a_warning():
+    with pytest.warns(UserWarning, match=r"learning_rate=0\.001 .* another optimizer's.* 1,000 times too short"):
+        sgdol_free(1e-3)
+
+
 def test_parameters_that_something_else_has_moved_are_counted():
     update, params, state = pieces()
     whole = jax.jit(

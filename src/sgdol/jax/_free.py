@@ -7,6 +7,7 @@ cost nothing where they are not made; every other choice is a ``where``.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ from sgdol.metrics import Metric
 __all__ = ["SGDOLFreeState", "sgdol_free"]
 
 Evaluate = Callable[[Any], tuple[jax.Array, Any]]
+
+SMALLEST = 0.02
+"""A multiplier below this looks like another optimizer's learning rate, as in PyTorch."""
 
 _FIRST = (1.0, 0, 0, 0, *State())
 """unit, k, moved, left and the rule before the first update: the order and the kinds of the numbers of a state."""
@@ -171,6 +175,12 @@ def sgdol_free(
     if not callable(learning_rate):
         words = "finite and at least 0; 1 is the step size that is learned"
         learning_rate = check_number("learning_rate", learning_rate, lambda rate: rate >= 0, words)
+        if isinstance(learning_rate, float | int) and 0 < learning_rate < SMALLEST:
+            warnings.warn(
+                f"learning_rate={learning_rate:g} looks like another optimizer's. In sgdol_free it is a factor on the "
+                f"learned step size, so every step is {1 / learning_rate:,.0f} times too short: write sgdol_free()",
+                stacklevel=2,
+            )
     momentum = check_number("momentum", momentum, lambda beta: 0 <= beta < 1, "in [0, 1)")
     weight_decay = check_number("weight_decay", weight_decay, lambda decay: decay >= 0, "finite and at least 0")
     averaging = check_number("averaging", averaging, lambda power: power >= 0, "finite and at least 0")
