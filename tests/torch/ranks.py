@@ -1,13 +1,19 @@
 """Several ranks at once: processes that are forked from one that has imported torch, which takes seconds each else."""
 
+import faulthandler
 import itertools
 import multiprocessing
+import tempfile
+import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing
+from limits import LIMIT, NotEndedError
 
 IMPORTED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "sgdol.torch", "pytest"]
 
@@ -18,10 +24,51 @@ def processes() -> ForkServerContext:
     return multiprocessing.get_context("forkserver")
 
 
-def launch(worker: Callable[..., None], arguments: tuple[Any, ...], world: int) -> None:
-    """Run worker(rank, *arguments) on so many ranks, to their end; an error in one of them is raised here."""
+def on_ranks(program: Callable[..., Any], world: int, *arguments: Any, connected: bool = True) -> list[Any]:
+    """What program(rank, world, *arguments) returns on each of so many ranks, which gloo connects.
+
+    An error on one of them is raised here. Ranks that wait for each other for ever are killed, and where they waited is
+    what the error says.
+
+    Args:
+        program: a function of a module, which every rank imports.
+        world: how many ranks there are.
+        arguments: are given to it.
+        connected: False if the program itself connects the ranks, to ``file://`` of a path that it has been given.
+    """
     processes()
-    torch.multiprocessing.start_processes(worker, arguments, nprocs=world, start_method="forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = torch.multiprocessing.start_processes(
+            _rank, (world, folder, program, arguments, connected), nprocs=world, join=False, start_method="forkserver"
+        )
+        end = time.monotonic() + LIMIT
+        try:
+            while not ranks.join(timeout=1):
+                if time.monotonic() > end:
+                    stacks = "\n".join(path.read_text() for path in sorted(Path(folder).glob("stack-*")))
+                    raise NotEndedError(f"{program.__name__} had not ended on {world} ranks after {LIMIT} s\n{stacks}")
+        finally:
+            for process in ranks.processes:
+                process.kill()
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def _rank(rank: int, world: int, folder: str, program: Callable[..., Any], arguments: Any, connected: bool) -> None:
+    torch.set_num_threads(1)
+    with open(f"{folder}/stack-{rank}", "w") as stack:
+        faulthandler.dump_traceback_later(LIMIT - 20, file=stack)
+        if connected:
+            connect(f"{folder}/rendezvous", rank, world)
+        try:
+            torch.save(program(rank, world, *arguments), f"{folder}/{rank}.pt")
+        finally:
+            dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def connect(path: str, rank: int, world: int) -> None:
+    """Join the process group whose ranks meet at a file, which no other group has, as it might have a port."""
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
 
 
 def tensors(tree) -> list[torch.Tensor]:

@@ -3,12 +3,13 @@
 import itertools
 import warnings
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import launch, tensors
+from ranks import on_ranks, tensors
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -151,18 +152,13 @@ def refused(rank: int, world: int) -> dict[str, str]:
     return errors
 
 
-def worker(rank: int, world: int, folder: str, cases: dict[str, dict]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    try:
-        done = {name: train(rank, world, **case) for name, case in cases.items()}
-        done["half"] = hooked(rank, world, lambda net: net.register_comm_hook(None, default_hooks.fp16_compress_hook))
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-        done["power"] = hooked(rank, world, lambda net: net.register_comm_hook(state, powerSGD_hook.powerSGD_hook))
-        done["refused"] = refused(rank, world)
-        torch.save(done, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def everything(rank: int, world: int) -> dict[str, Any]:
+    done = {name: train(rank, world, **case) for name, (case, _) in CASES[world].items()}
+    done["half"] = hooked(rank, world, lambda net: net.register_comm_hook(None, default_hooks.fp16_compress_hook))
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    done["power"] = hooked(rank, world, lambda net: net.register_comm_hook(state, powerSGD_hook.powerSGD_hook))
+    done["refused"] = refused(rank, world)
+    return done
 
 
 SIZE = sum(p.numel() for p in model().parameters())
@@ -211,12 +207,9 @@ whether a pass reached it, and Q of each coordinate where that is asked for."""
 
 
 @pytest.fixture(scope="module", params=list(CASES))
-def results(request, tmp_path_factory) -> tuple[int, list[dict]]:
+def results(request) -> tuple[int, list[dict]]:
     """All runs of one world size in one set of processes: starting them is what takes the time."""
-    world, folder = request.param, tmp_path_factory.mktemp("ddp")
-    cases = {name: settings for name, (settings, _) in CASES[world].items()}
-    launch(worker, (world, str(folder), cases), world)
-    return world, [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+    return request.param, on_ranks(everything, request.param)
 
 
 def test_all_ranks_hold_the_same_bits(results):

@@ -102,7 +102,6 @@ OPTIONS = {
     "statistics": ["direction", "gradient"],
     "metric": ["euclidean", "rms", "adagrad"],
     "learner": ["ftrl", "measured"],
-    "foreach": [None, False, True],
 }
 LEARNERS = {"ftrl": FTRL(), "measured": MeasuredCurvature()}
 
@@ -122,7 +121,7 @@ def regulariser(alpha: str | float) -> dict[str, float | None]:
 @pytest.mark.parametrize("row", [*all_pairs(OPTIONS, allowed), *sample(OPTIONS, 40, allowed)], ids=name)
 def test_agrees_with_the_reference(row):
     options = dict(row)
-    source, k, foreach = (options.pop(key) for key in ("source", "k", "foreach"))
+    source, k = (options.pop(key) for key in ("source", "k"))
     gradients, params = vectors(k), parameters()
     granularity, learner = options.pop("granularity"), options.pop("learner")
     options |= regulariser(options["alpha"])
@@ -135,9 +134,7 @@ def test_agrees_with_the_reference(row):
         learner=learner,
         **options,
     )
-    found = run(
-        source, gradients, params, granularity=granularity, foreach=foreach, learner=LEARNERS[learner], **options
-    )
+    found = run(source, gradients, params, granularity=granularity, learner=LEARNERS[learner], **options)
     np.testing.assert_allclose(found, expected.iterates, rtol=1e-12, atol=1e-12)
 
 

@@ -9,9 +9,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from closures import closure_of
-from ranks import launch
+from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -901,29 +900,30 @@ WORLD = 2
 METRICS = ("rms", "kronecker")
 
 
-def parallel_worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
-    try:
-        done = {}
-        for metric in METRICS:
-            net = DistributedDataParallel(network(dropout=0.0)[::2])  # no BatchNorm, whose batches would differ
-            opt = SGDOLFree(net.parameters(), metric=metric)
-            for t in range(20):
-                x = batch(t).chunk(WORLD)[rank]
-                opt.step(net_closure(opt, net, x * (50.0 if t == 15 else 1.0), parts=1))
-            saved = {"params": [p.detach() for p in net.parameters()], "state": opt.state_dict()}
-            done[metric] = {**saved, "report": opt.diagnostics()}
-        torch.save(done, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def trained_on_a_rank(rank: int, world: int) -> dict[str, dict]:
+    done = {}
+    for metric in METRICS:
+        net = DistributedDataParallel(network(dropout=0.0)[::2])  # no BatchNorm, whose batches would differ
+        opt = SGDOLFree(net.parameters(), metric=metric)
+        for t in range(20):
+            x = batch(t).chunk(world)[rank]
+            opt.step(net_closure(opt, net, x * (50.0 if t == 15 else 1.0), parts=1))
+        saved = {"params": [p.detach() for p in net.parameters()], "state": opt.state_dict()}
+        done[metric] = {**saved, "report": opt.diagnostics()}
+    net = DistributedDataParallel(network(dropout=0.0)[::2])
+    opt = SGDOLFree(net.parameters())
+    for t in range(8):
+        extra = math.inf if rank == 1 and t in (0, 3) else 0.0
+        backward(lambda x, extra=extra: net(x).square().mean() + extra, batch(t).chunk(world)[rank], parts=1)
+        opt.step()
+        opt.zero_grad()
+    done["infinite"] = {"params": [p.detach() for p in net.parameters()], **opt.diagnostics()}
+    return done
 
 
 @pytest.fixture(scope="module")
-def parallel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parallel")
-    launch(parallel_worker, (str(folder),), WORLD)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+def parallel() -> list[dict]:
+    return on_ranks(trained_on_a_rank, WORLD)
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -947,26 +947,9 @@ def test_ranks_are_the_parts_of_one_process(parallel, metric):
         assert ranks[0]["report"][name] == report[name], name
 
 
-def infinite_worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
-    try:
-        net = DistributedDataParallel(network(dropout=0.0)[::2])
-        opt = SGDOLFree(net.parameters())
-        for t in range(8):
-            extra = math.inf if rank == 1 and t in (0, 3) else 0.0
-            backward(lambda x, extra=extra: net(x).square().mean() + extra, batch(t).chunk(WORLD)[rank], parts=1)
-            opt.step()
-            opt.zero_grad()
-        torch.save({"params": [p.detach() for p in net.parameters()], **opt.diagnostics()}, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_loss_that_is_infinite_on_one_rank_skips_the_step_on_all(tmp_path):
+def test_a_loss_that_is_infinite_on_one_rank_skips_the_step_on_all(parallel):
     """Its gradients are finite. The ranks decided differently and waited for one another for ever."""
-    launch(infinite_worker, (str(tmp_path),), WORLD)
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    ranks = [found["infinite"] for found in parallel]
     assert [(rank["skipped"], rank["updates"]) for rank in ranks] == [(2, 6)] * WORLD
     assert all(torch.equal(a, b) for a, b in zip(ranks[0]["params"], ranks[1]["params"], strict=True))
 

@@ -6,13 +6,13 @@ measures the piece that it has: four ranks end where four do, and what two ranks
 """
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoints import FORMS, load, save
 from closures import closure_of
-from ranks import launch
+from ranks import on_ranks
 from sharded import batches, full, model, objective, shard
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -64,34 +64,27 @@ def place(folder: str, *run: str) -> str:
     return f"{folder}/{'-'.join(run)}".replace(" ", "")
 
 
-def worker(rank: int, world: int, folder: str, first: bool) -> None:
-    torch.set_num_threads(1)
-    where = f"file://{folder}/rendezvous{world}{first}"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world)
+def everything(rank: int, world: int, folder: str, first: bool) -> dict[tuple[str, ...], tuple[dict, dict]]:
     done = {}
-    try:
-        for run in RUNS:
-            net, opt = build(*run[:2], world, seed=0 if first else 1)
-            if first:
-                steps(net, opt, range(SAVED), rank, world)
-                save(place(folder, *run), net, opt, run[2])
-            else:
-                load(place(folder, *run), net, opt, run[2])
-            middle = copy.deepcopy(outcome(net, opt))
-            steps(net, opt, range(SAVED, STEPS), rank, world)
-            done[run] = middle, outcome(net, opt)
-        torch.save(done, f"{folder}/{world}{first}-{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    for run in RUNS:
+        net, opt = build(*run[:2], world, seed=0 if first else 1)
+        if first:
+            steps(net, opt, range(SAVED), rank, world)
+            save(place(folder, *run), net, opt, run[2])
+        else:
+            load(place(folder, *run), net, opt, run[2])
+        middle = copy.deepcopy(outcome(net, opt))
+        steps(net, opt, range(SAVED, STEPS), rank, world)
+        done[run] = middle, outcome(net, opt)
+    return done
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    """What four ranks saved; and where they ended, and four and two others that loaded it."""
-    path = str(tmp_path_factory.mktemp("checkpoint"))
-    for world, first in ((4, True), (4, False), (2, False)):
-        launch(worker, (world, path, first), world)
-    return path
+def ended(tmp_path_factory) -> dict[Any, Any]:
+    """The folder of what four ranks saved; where they were then and ended, and four and two others that loaded it."""
+    folder = str(tmp_path_factory.mktemp("checkpoint"))
+    saved = on_ranks(everything, 4, folder, True)
+    return {"folder": folder, "saved": saved, **{n: on_ranks(everything, n, folder, False) for n in (4, 2)}}
 
 
 def assert_close(found: dict, wanted: dict) -> None:
@@ -111,10 +104,10 @@ def uninterrupted(metric: str) -> dict:
 
 @pytest.mark.parametrize("run", RUNS, ids=" ".join)
 @pytest.mark.parametrize("world", [4, 2])
-def test_ranks_load_to_the_bit_what_four_ranks_saved(folder, world, run):
-    saved, _ = torch.load(f"{folder}/4True-0.pt", weights_only=True)[run]
-    for rank in range(world):
-        loaded, _ = torch.load(f"{folder}/{world}False-{rank}.pt", weights_only=True)[run]
+def test_ranks_load_to_the_bit_what_four_ranks_saved(ended, world, run):
+    saved, _ = ended["saved"][0][run]
+    for rank in ended[world]:
+        loaded, _ = rank[run]
         assert loaded["rule"] == saved["rule"]
         assert loaded["state"][1].keys() >= {"momentum", "average"}
         assert not loaded["state"][0]  # of a parameter that has never had a gradient
@@ -123,24 +116,24 @@ def test_ranks_load_to_the_bit_what_four_ranks_saved(folder, world, run):
 
 
 @pytest.mark.parametrize("run", RUNS, ids=" ".join)
-def test_ranks_end_where_those_do_that_nobody_interrupted(folder, run):
-    _, wanted = torch.load(f"{folder}/4True-0.pt", weights_only=True)[run]
+def test_ranks_end_where_those_do_that_nobody_interrupted(ended, run):
+    _, wanted = ended["saved"][0][run]
     assert wanted["counts"][0] == STEPS
     assert wanted["counts"][4] == PARTS
-    for rank in range(4):
-        assert_close(torch.load(f"{folder}/4False-{rank}.pt", weights_only=True)[run][1], wanted)
+    for rank in ended[4]:
+        assert_close(rank[run][1], wanted)
     if run[:2] != ("fsdp", "rms"):
         assert_close(wanted, uninterrupted(run[1]))
-        assert_close(torch.load(f"{folder}/2False-0.pt", weights_only=True)[run][1], wanted)
+        assert_close(ended[2][0][run][1], wanted)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=" ".join)
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
-def test_one_process_goes_on_where_four_ranks_were(folder, run, used):
+def test_one_process_goes_on_where_four_ranks_were(ended, run, used):
     net, opt = build("single", run[1], 1, seed=1)
     if used:
         steps(net, opt, range(2))
-    load(place(folder, *run), net, opt, run[2])
+    load(place(ended["folder"], *run), net, opt, run[2])
     steps(net, opt, range(SAVED, STEPS))
     if run[:2] != ("fsdp", "rms"):
         assert_close(outcome(net, opt), uninterrupted(run[1]))

@@ -7,15 +7,14 @@ each rank measures its whole gradient. In a metric it measures the piece of its 
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import ranks
 import torch
-import torch.distributed as dist
 from closures import closure_of
+from ranks import on_ranks
 from sharded import batches, full, model, objective, replicas, shard
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -171,32 +170,19 @@ CASES: dict[int, dict[str, dict]] = {
 }
 
 
-def worker(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    try:
-        done = {name: train(rank, world, **case) for name, case in CASES[world].items()}
-        torch.save(done, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def everything(rank: int, world: int) -> dict[str, dict]:
+    return {name: train(rank, world, **case) for name, case in CASES[world].items()}
 
 
-@pytest.fixture(scope="module")
-def launch(tmp_path_factory) -> Callable[[int], list[dict]]:
+@functools.cache
+def results_of(world: int) -> list[dict]:
     """All runs of one world size in one set of processes, once: starting them is what takes the time."""
-
-    @functools.cache
-    def results_of(world: int) -> list[dict]:
-        folder = tmp_path_factory.mktemp("free")
-        ranks.launch(worker, (world, str(folder)), world)
-        return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
-
-    return results_of
+    return on_ranks(everything, world)
 
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, cases in CASES.items() for name in cases])
-def test_the_ranks_are_equal_to_one_process(launch, world, name):
-    found, settings = [rank[name] for rank in launch(world)], CASES[world][name]
+def test_the_ranks_are_equal_to_one_process(world, name):
+    found, settings = [rank[name] for rank in results_of(world)], CASES[world][name]
     run = expected(found, settings)
     report = found[0]["report"]
     assert report["gradients"] == replicas(settings.get("kind", ""), world) * settings.get("microbatches", 1)
@@ -208,23 +194,23 @@ def test_the_ranks_are_equal_to_one_process(launch, world, name):
         np.testing.assert_allclose(mine.numpy(), theirs, rtol=1e-8, atol=1e-8 * abs(theirs).max())
 
 
-def test_a_metric_of_whole_matrices_says_once_that_sharded_ones_are_measured_by_coordinates(launch):
-    for rank in launch(2):
+def test_a_metric_of_whole_matrices_says_once_that_sharded_ones_are_measured_by_coordinates():
+    for rank in results_of(2):
         (told,) = rank["kronecker"]["told"]
         assert told.endswith('coordinate by coordinate, as metric="rms" does.')
         assert not rank["rms"]["told"]
 
 
-def test_steps_are_taken_back_and_runs_return_to_their_average(launch):
+def test_steps_are_taken_back_and_runs_return_to_their_average():
     """Else equality would say nothing of sharded parameters that are moved there."""
-    reports = [run["report"] for world in CASES for run in launch(world)[0].values()]
+    reports = [run["report"] for world in CASES for run in results_of(world)[0].values()]
     assert sum(report["rejections"] > 0 for report in reports) >= 3
     assert sum(report["rollbacks"] > 0 for report in reports) >= 3
 
 
 @pytest.mark.parametrize("world", list(CASES))
-def test_all_ranks_know_the_same_bits(launch, world):
-    first, *others = launch(world)
+def test_all_ranks_know_the_same_bits(world):
+    first, *others = results_of(world)
     for name in CASES[world]:
         for other in others:
             assert other[name]["rule"] == first[name]["rule"], name
@@ -233,26 +219,26 @@ def test_all_ranks_know_the_same_bits(launch, world):
 
 
 @pytest.mark.parametrize("world", list(CASES))
-def test_state_is_spread_as_its_parameter_is(launch, world):
-    assert all(rank[name]["placed"] for rank in launch(world) for name in CASES[world])
+def test_state_is_spread_as_its_parameter_is(world):
+    assert all(rank[name]["placed"] for rank in results_of(world) for name in CASES[world])
 
 
 @pytest.mark.parametrize("world", list(CASES))
-def test_the_average_is_what_is_evaluated_and_saved(launch, world):
+def test_the_average_is_what_is_evaluated_and_saved(world):
     net = model()
     for name in CASES[world]:
-        for found in (rank[name] for rank in launch(world)):
+        for found in (rank[name] for rank in results_of(world)):
             put(net, found["average"])
             torch.testing.assert_close(found["seen"], net(batches(99, 1)[0]).detach(), rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(found["saved"], found["average"])
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES[2].items() if "kind" not in case])
-def test_messages_are_few_and_small(launch, name):
+def test_messages_are_few_and_small(name):
     """Two an evaluation: numbers of each tensor, and the loss. Three a step: of D, usual length and direction."""
     count = len(list(model().parameters()))
     own = 1 if CASES[2][name].get("metric") == "euclidean" else 3
-    for step, (evaluations, numbers) in enumerate(launch(2)[0][name]["messages"]):
+    for step, (evaluations, numbers) in enumerate(results_of(2)[0][name]["messages"]):
         assert max(numbers) <= 7 * count
         elsewhere = evaluations - 1  # with the products of its gradients
         if step:  # the first step makes its first D, and probes

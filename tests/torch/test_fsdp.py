@@ -8,12 +8,11 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-import ranks
 import torch
-import torch.distributed as dist
-from ranks import tensors
+from ranks import on_ranks, tensors
 from sharded import batches, full, model, objective, replicas, shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -291,23 +290,18 @@ def placed(rank: int, world: int) -> list[torch.Tensor]:
     return [full(p.detach()) for p in params]
 
 
-def worker(rank: int, world: int, folder: str, cases: dict[str, dict]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    try:
-        done = {name: train(rank, world, **case) for name, case in cases.items()}
-        if world == 2:
-            for name in PROGRAMS:
-                net = shard(model(), "nested", world, {})
-                done[name] = run_program(name, net, lambda s, i: [batches(s, 2 * world)[rank + i * world]], 1.0)
-            done["mixed"] = mixed_precision(rank, world)
-            done["continued"] = continued(rank, world, torch.load(f"{folder}/state.pt", weights_only=True))
-            done["another"] = another_forward(rank, world)
-            done["refused"] = refused(rank, world)
-            done["placed"] = placed(rank, world)
-        torch.save(done, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def everything(rank: int, world: int, state: dict) -> dict[str, Any]:
+    done = {name: train(rank, world, **case) for name, (case, _) in CASES[world].items()}
+    if world == 2:
+        for name in PROGRAMS:
+            net = shard(model(), "nested", world, {})
+            done[name] = run_program(name, net, lambda s, i: [batches(s, 2 * world)[rank + i * world]], 1.0)
+        done["mixed"] = mixed_precision(rank, world)
+        done["continued"] = continued(rank, world, state)
+        done["another"] = another_forward(rank, world)
+        done["refused"] = refused(rank, world)
+        done["placed"] = placed(rank, world)
+    return done
 
 
 NORMS, PAIRS, REDUCED = "each backward of each rank", "two steps", "each backward, averaged over the ranks"
@@ -319,7 +313,7 @@ CASES: dict[int, dict[str, tuple[dict, str]]] = {
         "global, one module, clipped": ({"kind": "flat", "clip": 0.5}, NORMS),
         "global, two microbatches": ({"microbatches": 2}, NORMS),
         "global, two microbatches, one reduction, clipped": ({"microbatches": 2, "sync": False, "clip": 0.5}, NORMS),
-        "global, momentum, two groups": ({"momentum": 0.9, "several": True, "foreach": True}, NORMS),
+        "global, momentum, two groups": ({"momentum": 0.9, "several": True}, NORMS),
         "global, momentum, the gradients' statistics": ({"momentum": 0.5, "statistics": "gradient"}, NORMS),
         "global, not resharded after forward": ({"policy": {"reshard_after_forward": False}}, NORMS),
         "global, offloaded": ({"policy": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}, NORMS),
@@ -327,7 +321,7 @@ CASES: dict[int, dict[str, tuple[dict, str]]] = {
         "global, averaging, maximize": ({"averaging": 2, "maximize": True}, NORMS),
         "group, weight decay": ({"granularity": "group", "several": True, "weight_decay": 0.1}, NORMS),
         "tensor, momentum": ({"granularity": "tensor", "momentum": 0.9, "microbatches": 2, "sync": False}, NORMS),
-        "tensor, foreach": ({"granularity": "tensor", "foreach": True, "several": True, "weight_decay": 0.1}, NORMS),
+        "tensor, two groups": ({"granularity": "tensor", "several": True, "weight_decay": 0.1}, NORMS),
         "coordinate": ({"granularity": "coordinate", "weight_decay": 0.1}, PAIRS),
         "coordinate, momentum, two microbatches": (
             {"granularity": "coordinate", "momentum": 0.9, "microbatches": 2, "clip": 0.5},
@@ -389,29 +383,20 @@ def expected(world: int, settings: dict, source: str) -> dict:
     return alone(contributions, settings.get("clip"), settings.get("several", False), options)
 
 
-@pytest.fixture(scope="module")
-def launch(tmp_path_factory) -> Callable[[int], list[dict]]:
+@functools.cache
+def results_of(world: int) -> list[dict]:
     """All runs of one world size in one set of processes, once: starting them is what takes the time."""
-
-    @functools.cache
-    def results_of(world: int) -> list[dict]:
-        folder = tmp_path_factory.mktemp("fsdp")
-        torch.save(saved_state(), folder / "state.pt")
-        cases = {name: settings for name, (settings, _) in CASES[world].items()}
-        ranks.launch(worker, (world, str(folder), cases), world)
-        return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
-
-    return results_of
+    return on_ranks(everything, world, saved_state())
 
 
 @pytest.fixture(params=list(CASES))
-def results(request, launch) -> tuple[int, list[dict]]:
-    return request.param, launch(request.param)
+def results(request) -> tuple[int, list[dict]]:
+    return request.param, results_of(request.param)
 
 
 @pytest.fixture
-def two(launch) -> list[dict]:
-    return launch(2)
+def two() -> list[dict]:
+    return results_of(2)
 
 
 def test_all_ranks_know_the_same_bits(results):

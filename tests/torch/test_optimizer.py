@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from closures import closure_of
+from pairs import pairwise
 
 from sgdol import SGDOL, reference, theory
 from sgdol.learners import FTRL, OnlineGradientDescent, OptimisticFTRL
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.filterwarnings(
 GRANULARITIES = ["global", "group", "tensor", "coordinate"]
 
 granularities = pytest.mark.parametrize("granularity", GRANULARITIES)
-of_pairs = pytest.mark.parametrize(("estimator", "k"), [("symmetric", 1), ("symmetric", 2), ("paper", 1)])
-"""With one backward per step, which both estimators know, and with two."""
+SOURCES = [("symmetric", 1), ("symmetric", 2), ("paper", 1)]
+"""Estimators, with one backward per step, which both know, and with two."""
 
 
 def network(dtype=torch.float64, seed=0) -> torch.nn.Module:
@@ -239,7 +240,7 @@ def test_weight_decay_is_decoupled_and_scaled_by_the_learned_step_size():
 
 
 @granularities
-@of_pairs
+@pytest.mark.parametrize(("estimator", "k"), SOURCES)
 def test_momentum_follows_its_definition(granularity, estimator, k):
     """m_t = beta m_{t-1} + (1 - beta) g, d = m_t / (1 - beta^t), u without the same-sample product, in plain numpy."""
     beta, lr, alpha, d = 0.8, 0.25, 0.7, 3
@@ -391,10 +392,7 @@ def test_a_group_that_joins_later_gets_the_share_of_alpha_that_its_size_had():
     assert float(opt.param_groups[1]["step_size"]) == pytest.approx((8.0 + u) / (8.0 + n))
 
 
-@pytest.mark.parametrize("metric", ["rms", "adagrad"])
-@pytest.mark.parametrize("granularity", ["tensor", "coordinate"])
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("k", [1, 2])
+@pairwise(metric=["rms", "adagrad"], granularity=["tensor", "coordinate"], skips=[False, True], k=[1, 2])
 def test_a_tensor_that_joins_later_is_measured_by_its_own_gradient_over_those_of_the_past(
     metric, granularity, skips, k
 ):
@@ -480,9 +478,7 @@ def test_a_closure_is_called_once_if_it_has_two_backward_passes_or_completes_a_p
     assert opt.diagnostics()["updates"] == 1
 
 
-@granularities
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("k", [1, 2])
+@pairwise(granularity=GRANULARITIES, unscale=[False, True], k=[1, 2])
 def test_grad_scaler_changes_nothing(granularity, unscale, k):
     plain, scaled = network(torch.float32), network(torch.float32)
     a = SGDOL(plain.parameters(), lr=0.1, granularity=granularity)
@@ -541,12 +537,15 @@ def test_a_pair_whose_shapes_differ_is_refused():
 # Noise, bad and absent ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("member", [0, 1])
-@of_pairs
-@granularities
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_gradient_that_is_not_finite_skips_the_update(bad, member, k, granularity, estimator, on_device):
+@pairwise(
+    granularity=GRANULARITIES,
+    source=SOURCES,
+    on_device=[False, True],
+    bad=[math.nan, math.inf],
+    member=[0, 1],
+)
+def test_a_gradient_that_is_not_finite_skips_the_update(granularity, source, on_device, bad, member):
+    estimator, k = source
     one, other = network(), network()
     options = {"lr": 0.1, "granularity": granularity, "estimator": estimator, "momentum": 0.5, "weight_decay": 0.01}
     a, b = SGDOL(one.parameters(), **options), SGDOL(other.parameters(), **options)
@@ -572,12 +571,14 @@ def test_a_gradient_that_is_not_finite_skips_the_update(bad, member, k, granular
         torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-13)
 
 
-@granularities
-@pytest.mark.parametrize("metric", ["euclidean", "rms"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@of_pairs
-def test_deciding_on_the_device_gives_the_same_numbers(granularity, metric, dtype, estimator, k):
-    results = []
+@pairwise(
+    granularity=GRANULARITIES,
+    source=SOURCES,
+    metric=["euclidean", "rms"],
+    dtype=[torch.float64, torch.float32, torch.bfloat16],
+)
+def test_deciding_on_the_device_gives_the_same_numbers(granularity, source, metric, dtype):
+    results, (estimator, k) = [], source
     options = {"lr": 0.1, "granularity": granularity, "estimator": estimator, "metric": metric}
     for host in (True, False):
         net = network(dtype)
@@ -627,16 +628,13 @@ def test_the_same_gradient_twice_has_no_noise_to_the_last_bit():
 # Types ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("foreach", [False, True])
-@granularities
-@pytest.mark.parametrize("k", [1, 2])
-def test_half_precision_follows_full_precision(dtype, foreach, granularity, k):
+@pairwise(granularity=GRANULARITIES, dtype=[torch.bfloat16, torch.float16], k=[1, 2])
+def test_half_precision_follows_full_precision(granularity, dtype, k):
     """Sums are kept in float32 or wider; what remains is the rounding of parameters and gradients themselves."""
     nets = network(torch.float32), network(dtype)
     results = []
     for net, kind in zip(nets, (torch.float32, dtype), strict=True):
-        opt = SGDOL(net.parameters(), lr=0.1, foreach=foreach, granularity=granularity)
+        opt = SGDOL(net.parameters(), lr=0.1, granularity=granularity)
         run = train if k == 2 else alternate
         results.append(run(net, opt, Batches(kind), 10))
         for state in [*opt.state.values(), *opt.param_groups]:
@@ -654,14 +652,13 @@ def test_mixed_types_zero_dimensional_and_empty_tensors_in_one_optimizer():
         torch.nn.Parameter(torch.ones(2, dtype=torch.complex64)),
     ]
     for granularity in GRANULARITIES:
-        for foreach in (False, True):
-            opt = SGDOL(params, lr=0.01, granularity=granularity, foreach=foreach)
-            generator = torch.Generator().manual_seed(0)
-            for _ in range(4):
-                for p in params:
-                    p.grad = torch.randn(p.shape, dtype=p.dtype, generator=generator)
-                opt.step()
-            assert opt.diagnostics()["updates"] == 2
+        opt = SGDOL(params, lr=0.01, granularity=granularity)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.randn(p.shape, dtype=p.dtype, generator=generator)
+            opt.step()
+        assert opt.diagnostics()["updates"] == 2
     assert all(torch.isfinite(torch.view_as_real(p) if p.is_complex() else p).all() for p in params)
 
 
@@ -693,11 +690,10 @@ def test_one_cycle_moves_lr_and_momentum():
     assert objective(net, next(Batches(seed=5))).item() < before
 
 
-@granularities
-@of_pairs
-@pytest.mark.parametrize("metric", ["euclidean", "rms"])
-def test_step_does_not_wait_for_a_device(granularity, estimator, k, metric):
+@pairwise(granularity=GRANULARITIES, source=SOURCES, metric=["euclidean", "rms"])
+def test_step_does_not_wait_for_a_device(granularity, source, metric):
     """The meta device has no numbers at all: whoever asks it for one gets an error."""
+    estimator, k = source
     net = torch.nn.Sequential(network(torch.float32), torch.nn.Linear(2, 10_000)).to("meta")  # small tensors and large
     options = {"granularity": granularity, "estimator": estimator, "metric": metric, "averaging": 8}
     opt = SGDOL(net.parameters(), lr=0.1, weight_decay=0.1, **options)
@@ -760,11 +756,13 @@ def through_a_file(state):
     return torch.load(buffer, weights_only=True)
 
 
-@granularities
-@pytest.mark.parametrize("estimator", ["symmetric", "paper"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("steps", [4, 5])
-@pytest.mark.parametrize("way", ["state_dict", "pickle", "deepcopy"])
+@pairwise(
+    granularity=GRANULARITIES,
+    estimator=["symmetric", "paper"],
+    dtype=[torch.float64, torch.bfloat16],
+    steps=[4, 5],
+    way=["state_dict", "pickle", "deepcopy"],
+)
 def test_resuming_is_exact_also_in_the_middle_of_a_pair(granularity, estimator, dtype, steps, way):
     net = network(dtype)
     options = {"lr": 0.1, "granularity": granularity, "estimator": estimator, "momentum": 0.9}

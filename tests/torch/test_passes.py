@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from pairs import pairwise
 from torch.utils.checkpoint import checkpoint
 
 from sgdol import SGDOL
@@ -20,14 +21,14 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:SGDOL was given the same gradient twice", "ignore:SGDOL got one backward"
 )
 
-GRANULARITIES = ["global", "group", "tensor", "coordinate"]
+GRANULARITIES = ["tensor", "coordinate"]
+"""What is recorded of a pass: a number for each tensor, which other blocks are sums of, or one for each coordinate."""
 LR, ALPHA = 0.1, 0.5
 
 granularities = pytest.mark.parametrize("granularity", GRANULARITIES)
-few = pytest.mark.parametrize("granularity", ["global", "coordinate"])
 estimators = pytest.mark.parametrize("estimator", ["symmetric", "paper"])
-of_pairs = pytest.mark.parametrize(("estimator", "k"), [("symmetric", 1), ("symmetric", 2), ("paper", 1)])
-"""With one backward per step, which both estimators know, and with two."""
+SOURCES = [("symmetric", 1), ("symmetric", 2), ("paper", 1)]
+"""Estimators, with one backward per step, which both know, and with two."""
 
 
 PLAIN = {"momentum": 0.0, "learner": FTRL()}
@@ -143,7 +144,7 @@ def assert_first_update(opt, *, u: float, n: float, k: int = 2) -> None:
 # The loop as it is ----------------------------------------------------------------------------------------------------
 
 
-@granularities
+@pytest.mark.parametrize("granularity", ["global", "group", *GRANULARITIES])
 @pytest.mark.parametrize("k", [2, 3])
 def test_every_backward_pass_is_one_contribution(granularity, k):
     expected = truth(network(), objective, inputs(3 * k), granularity, k=k)
@@ -212,8 +213,7 @@ def trained_with_scaler(net, objective, batches, granularity, unscale, clip=None
     return flat(net)
 
 
-@granularities
-@pytest.mark.parametrize("unscale", [False, True])
+@pairwise(granularity=GRANULARITIES, unscale=[False, True])
 def test_unscaling_is_noticed_where_the_largest_gradients_are_mostly_zero(granularity, unscale):
     expected = truth(Recommender(), score, rows(6), granularity)
     assert_equal(trained_with_scaler(Recommender(), score, rows(6), granularity, unscale), expected)
@@ -272,8 +272,8 @@ def test_checkpointing_without_reentry_is_one_pass_per_microbatch(layout):
     def recomputed(net, x):
         return (LAYOUTS[layout](net, x, False) - x[:, :1].sin()).square().mean()
 
-    expected = undisturbed("global")
-    assert_equal(trained(network(), recomputed, inputs(6), "global"), expected)
+    expected = undisturbed("tensor")
+    assert_equal(trained(network(), recomputed, inputs(6), "tensor"), expected)
 
 
 class Tied(torch.nn.Module):
@@ -334,9 +334,11 @@ def one_whole_pass_and_a_half(net, x) -> None:
     fail_half_way(net, x)
 
 
-@granularities
-@pytest.mark.parametrize("thrown_away", [one_whole_pass, fail_half_way, one_whole_pass_and_a_half])
-@pytest.mark.parametrize("zero", ZERO)
+@pairwise(
+    granularity=GRANULARITIES,
+    thrown_away=[one_whole_pass, fail_half_way, one_whole_pass_and_a_half],
+    zero=list(ZERO),
+)
 def test_passes_that_are_thrown_away_leave_nothing_behind(granularity, thrown_away, zero):
     seen = []
 
@@ -406,7 +408,7 @@ def in_another_thread(net, opt, loss, x):
     thread.join()
 
 
-@few
+@granularities
 @pytest.mark.parametrize("one_pass", [retained, differentiable, of_given_inputs, in_another_thread])
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_every_kind_of_backward_is_one_contribution(granularity, one_pass):
@@ -443,14 +445,9 @@ def test_a_parameter_unfrozen_later_is_watched_from_its_first_step_on(granularit
         ((a - b) / 2).backward()
         opt.step()
         opt.zero_grad()
-    found = opt.diagnostics()
-    if granularity in ("global", "group"):
-        s = (ALPHA + 1) / (ALPHA + 2)
-        surrogate = (2 / 2 - 1) + (s**2 * 2 / 2 - s * (1 - 3))
-    else:
-        s_b = ALPHA / (ALPHA + 1)
-        surrogate = (2 / 2 - 1) + (1 / 2 - 1) + (s_b**2 / 2 - s_b * -3)
-    assert found["cumulative_surrogate"] == pytest.approx(LR * surrogate)
+    s_b = ALPHA / (ALPHA + 1)
+    surrogate = (2 / 2 - 1) + (1 / 2 - 1) + (s_b**2 / 2 - s_b * -3)
+    assert opt.diagnostics()["cumulative_surrogate"] == pytest.approx(LR * surrogate)
 
 
 @granularities
@@ -550,9 +547,11 @@ def test_a_parameter_in_one_of_two_steps_counts_as_zero_in_the_other(granularity
 # Closures -------------------------------------------------------------------------------------------------------------
 
 
-@granularities
-@estimators
-@pytest.mark.parametrize("when", ["before backward", "half-way through backward"])
+@pairwise(
+    granularity=GRANULARITIES,
+    estimator=["symmetric", "paper"],
+    when=["before backward", "half-way through backward"],
+)
 def test_a_closure_that_raises_loses_no_held_gradient(granularity, estimator, when):
     net = network()
     first, second, third = inputs(3)
@@ -583,9 +582,9 @@ def test_a_closure_that_raises_loses_no_held_gradient(granularity, estimator, wh
 # Memory -------------------------------------------------------------------------------------------------------------
 
 
-@granularities
-@of_pairs
-def test_lazily_conjugated_gradients_are_complex_gradients(granularity, estimator, k):
+@pairwise(granularity=GRANULARITIES, source=SOURCES)
+def test_lazily_conjugated_gradients_are_complex_gradients(granularity, source):
+    estimator, k = source
     generator = torch.Generator().manual_seed(0)
     z = torch.nn.Parameter(torch.randn(3, 2, dtype=torch.complex128, generator=generator))
     x = torch.nn.Parameter(torch.view_as_real(z.detach()).clone())
@@ -633,10 +632,9 @@ def test_channels_last_parameters_are_parameters(granularity, scaled):
     assert_equal(found, expected)
 
 
-@granularities
-@of_pairs
-@pytest.mark.parametrize("kind", ["transposed", "every other row", "some columns"])
-def test_parameters_with_gaps_or_another_order_in_memory_are_parameters(granularity, estimator, k, kind):
+@pairwise(granularity=GRANULARITIES, source=SOURCES, kind=["transposed", "every other row", "some columns"])
+def test_parameters_with_gaps_or_another_order_in_memory_are_parameters(granularity, source, kind):
+    estimator, k = source
     base = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     strange = torch.nn.Parameter(
         {"transposed": base.clone().t(), "every other row": base.clone()[::2], "some columns": base.clone()[:, 1:3]}[
