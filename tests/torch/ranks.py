@@ -1,14 +1,17 @@
 """Several ranks at once: processes that are forked from one that has imported torch, which takes seconds each else."""
 
 import faulthandler
+import gc
 import itertools
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -55,6 +58,7 @@ def on_ranks(program: Callable[..., Any], world: int, *arguments: Any, connected
 
 def _rank(rank: int, world: int, folder: str, program: Callable[..., Any], arguments: Any, connected: bool) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what has been imported is neither garbage nor a model that an optimizer would look for
     with open(f"{folder}/stack-{rank}", "w") as stack:
         faulthandler.dump_traceback_later(LIMIT - 20, file=stack)
         if connected:
@@ -69,6 +73,19 @@ def _rank(rank: int, world: int, folder: str, program: Callable[..., Any], argum
 def connect(path: str, rank: int, world: int) -> None:
     """Join the process group whose ranks meet at a file, which no other group has, as it might have a port."""
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+
+
+@contextmanager
+def reductions() -> Iterator[list[int]]:
+    """How many numbers each all-reduce inside has that is asked for by Python: those of the optimizer."""
+    numbers, all_reduce = [], dist.all_reduce
+
+    def counted(tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        numbers.append(tensor.numel())
+        return all_reduce(tensor, *rest, **options)
+
+    with mock.patch.object(dist, "all_reduce", counted):
+        yield numbers
 
 
 def tensors(tree) -> list[torch.Tensor]:

@@ -4,12 +4,10 @@ import itertools
 import warnings
 from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import on_ranks, tensors
+from ranks import on_ranks, reductions, tensors
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,15 +72,8 @@ def train(
 ) -> dict:
     net = DistributedDataParallel(model(branches=branches), **(ddp or {}))
     opt = SGDOL(net.parameters(), **{**SENSITIVE, **options})
-    reduced: list[int] = []
-    all_reduce = dist.all_reduce
-
-    def counted(tensor, *args, **kwargs):
-        reduced.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
     step_sizes = []
-    with mock.patch.object(dist, "all_reduce", counted):
+    with reductions() as reduced:
         for step in range(STEPS):
             mine = batches(step, world * microbatches)[rank::world]
             for i, x in enumerate(mine):

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 from closures import closure_of
-from ranks import on_ranks
+from ranks import on_ranks, reductions
 from sharded import batches, full, model, objective, replicas, shard
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgdol import SGDOLFree, reference_free
 
@@ -30,19 +29,6 @@ STEEPER = 10
 
 def data(step: int, count: int) -> list[torch.Tensor]:
     return [x * (5.0 if step >= STEEPER else 1.0) for x in batches(step, count)]
-
-
-class Messages(TorchDispatchMode):
-    """How many numbers each all-reduce has; torch's own under fully_shard are reduce-scatters and all-gathers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers: list[int] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "allreduce" in func.__name__:
-            self.numbers.append(sum(tensor.numel() for tensor in args[0]))
-        return func(*args, **(kwargs or {}))
 
 
 def train(
@@ -75,9 +61,9 @@ def train(
                 yield objective(net, x) / microbatches
 
         before = opt.diagnostics()["evaluations"]
-        with Messages() as sent:
+        with reductions() as sent:
             opt.step(closure_of(opt, losses))
-        messages.append((opt.diagnostics()["evaluations"] - before, sent.numbers))
+        messages.append((opt.diagnostics()["evaluations"] - before, sent))
         if evaluates:
             with torch.no_grad():  # after it the root module stays unsharded
                 net(parts[0])
