@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 import sgdol
@@ -22,9 +23,7 @@ def run(*arguments, blocked=()):
     block = f"import sys; sys.modules.update(dict.fromkeys({list(blocked)!r})); "
     program = f"{block}sys.argv[0] = 'sgdol'; from sgdol.cli import main; main()"
     environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1", "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment, check=False
-    )
+    return processes.run([sys.executable, "-c", program, *arguments], env=environment)
 
 
 def call(monkeypatch, capsys, *arguments):
@@ -148,7 +147,7 @@ def test_an_interrupt_says_how_to_continue():
         "def interrupted(*_): raise KeyboardInterrupt\n"
         "data.describe = interrupted; sys.argv = ['sgdol', 'data']; cli.main()"
     )
-    stopped = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    stopped = processes.run([sys.executable, "-c", program])
     assert stopped.returncode == 130
     assert stopped.stderr.strip() == "sgdol: interrupted; the same command continues where it stopped"
 
@@ -183,8 +182,7 @@ def test_data_describes_exports_and_checks(monkeypatch, capsys, tmp_path):
 
 
 def test_python_m_sgdol_is_the_same_program():
-    done = subprocess.run([sys.executable, "-m", "sgdol", "--version"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, f"sgdol {sgdol.__version__}")
+    assert processes.output([sys.executable, "-m", "sgdol", "--version"]) == f"sgdol {sgdol.__version__}\n"
 
 
 def test_env_prints_versions_for_a_bug_report_and_no_path(monkeypatch, capsys):
@@ -227,13 +225,8 @@ def piped(stdout=subprocess.PIPE, **environment):
         "data.describe = lambda *_: 'E‖∇f‖² under σ: “1.2 × 10⁻⁷” (≤ 2) ☃\\n' * 5000\n"
         "sys.argv = ['sgdol', 'data']; cli.main()"
     )
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        env=os.environ | environment,
-        check=False,
-    )
+    environment = os.environ | environment
+    return processes.run([sys.executable, "-c", program], stdout=stdout, env=environment, text=False)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])

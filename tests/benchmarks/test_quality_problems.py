@@ -3,7 +3,6 @@
 import collections
 import hashlib
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from benchmarks.quality import data, development, get_problem, held_out, objecti
 from benchmarks.quality.minimum import minimum, newton
 from benchmarks.quality.objectives import Objective
 from benchmarks.quality.problems import KINDS, Problem
+from processes import output
 from torch import nn
 
 ROOT = Path(__file__).parents[2]
@@ -273,14 +273,8 @@ def test_problems_are_the_same_in_another_process() -> None:
     exec(program, space)
     digest = space["digest"]
     assert isinstance(digest, type(hashlib.sha256()))
-    other = subprocess.run(
-        [sys.executable, "-c", f"import torch; torch.set_num_threads(1){program}print(digest.hexdigest())"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    assert other.stdout.strip() == digest.hexdigest()
+    other = f"import torch; torch.set_num_threads(1){program}print(digest.hexdigest())"
+    assert output([sys.executable, "-c", other], cwd=ROOT).strip() == digest.hexdigest()
 
 
 @pytest.mark.parametrize("name", ["resnet-digits", "resnet-mnist"])

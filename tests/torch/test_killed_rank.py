@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from limits import LIMIT
-from ranks import processes
+from processes import LIMIT, forks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,7 +51,7 @@ def worker(rank: int, world: int, folder: str, engine: str) -> None:
 
 @pytest.mark.parametrize(("engine", "world"), [("ddp", 3), ("fsdp", 2)])
 def test_the_others_stop_with_an_error_and_save_nothing_more(tmp_path, engine, world):
-    context = processes()
+    context = forks()
     ranks = [context.Process(target=worker, args=(rank, world, str(tmp_path), engine)) for rank in range(world)]
     for process in ranks:
         process.start()

@@ -6,11 +6,11 @@ closed form; or numbers that were worked out by hand.
 
 import copy
 import functools
-import threading
 
 import pytest
 import torch
 from pairs import pairwise
+from processes import in_threads
 from torch.utils.checkpoint import checkpoint
 
 from sgdol import SGDOL
@@ -403,9 +403,7 @@ def of_given_inputs(net, opt, loss, x):
 
 
 def in_another_thread(net, opt, loss, x):
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
+    in_threads(loss.backward)
 
 
 @granularities

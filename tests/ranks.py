@@ -1,14 +1,12 @@
-"""Several ranks at once: processes that are forked from one that has imported torch, which takes seconds each else."""
+"""Several ranks at once, in processes that gloo connects, and what they communicate."""
 
 import faulthandler
 import gc
 import itertools
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,15 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from limits import LIMIT, NotEndedError
-
-IMPORTED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "sgdol.torch", "pytest"]
-
-
-def processes() -> ForkServerContext:
-    """Where such processes come from: a server without threads, which this process has for itself."""
-    multiprocessing.set_forkserver_preload(IMPORTED)
-    return multiprocessing.get_context("forkserver")
+from processes import LIMIT, NotEndedError, forks
 
 
 def on_ranks(program: Callable[..., Any], world: int, *arguments: Any, connected: bool = True) -> list[Any]:
@@ -37,9 +27,9 @@ def on_ranks(program: Callable[..., Any], world: int, *arguments: Any, connected
         program: a function of a module, which every rank imports.
         world: how many ranks there are.
         arguments: are given to it.
-        connected: False if the program itself connects the ranks, to ``file://`` of a path that it has been given.
+        connected: False if the program itself connects the ranks.
     """
-    processes()
+    forks()
     with tempfile.TemporaryDirectory() as folder:
         ranks = torch.multiprocessing.start_processes(
             _rank, (world, folder, program, arguments, connected), nprocs=world, join=False, start_method="forkserver"
@@ -66,7 +56,8 @@ def _rank(rank: int, world: int, folder: str, program: Callable[..., Any], argum
         try:
             torch.save(program(rank, world, *arguments), f"{folder}/{rank}.pt")
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
 
 

@@ -1,10 +1,17 @@
 """Programs and threads that tests start: each comes to its end, or is ended and named."""
 
+import gc
+import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 LIMIT = 500
@@ -36,6 +43,39 @@ def output(command: list[Any], **options: Any) -> str:
     done = run(command, **options)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
+
+
+IMPORTED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "sklearn.datasets"]
+IMPORTED += ["sgdol.torch", "pytest"]
+
+
+def forks() -> ForkServerContext:
+    """Processes that are forked from one without threads that has imported torch, which takes seconds each else."""
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    return multiprocessing.get_context("forkserver")
+
+
+def script(path: Path, *arguments: Any) -> str:
+    """What ``python path arguments`` prints, of a program that uses torch, in such a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = forks().Process(target=run_here, args=(path, arguments, f"{folder}/said"))
+        process.start()
+        process.join(LIMIT)
+        process.kill()
+        process.join()
+        said = Path(f"{folder}/said").read_text()
+    assert process.exitcode == 0, f"{path} ended with {process.exitcode} and printed\n{said[-6000:]}"
+    return said
+
+
+def run_here(path: Path, arguments: tuple[Any, ...], said: str) -> None:
+    """Run a program in this process, which is there for nothing else, and write what it prints to a file."""
+    gc.freeze()  # what has been imported is neither garbage nor a model that an optimizer would look for
+    with open(said, "w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    sys.argv = [str(path), *map(str, arguments)]
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def in_threads(*work: Callable[[], Any]) -> None:
