@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from closures import closure_of
+from closures import closure_of, one_step
 from pairs import all_pairs, name, sample
 
 from sgdol import PAPER, SGDOL, reference
@@ -212,10 +212,7 @@ def test_the_average_agrees_with_the_reference(granularity, power):
         **options,
     )
     for step in gradients:
-        for g in step:
-            (linear_loss(params, g) / 2).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (linear_loss(params, g) / 2 for g in step))
     last = flat(params)
     with opt.averaged():
         average = flat(params)
@@ -274,7 +271,5 @@ def test_the_step_size_does_not_see_the_current_gradients(learner):
         )
         for step in b[: t + 1]:
             for g in step:
-                linear_loss(params, g).backward()
-                opt.step()
-                opt.zero_grad()
+                one_step(opt, [linear_loss(params, g)])
         assert float(opt.param_groups[0]["step_size"]) == pytest.approx(one.step_sizes[t], rel=1e-12)

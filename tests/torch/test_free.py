@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from closures import closure_of
+from pairs import pairwise
 from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -219,7 +220,7 @@ def test_agrees_with_the_reference_where_little_is_usual(problem, start, metric)
     [*((name, START) for name in PROBLEMS), ("rosenbrock", 0 * START)],
     ids=[*PROBLEMS, "rosenbrock from zero"],
 )
-@pytest.mark.parametrize(("scale_f", "scale_x"), [(2.0**20, 1.0), (1.0, 2.0**20), (2.0**-20, 2.0**-20)])
+@pytest.mark.parametrize(("scale_f", "scale_x"), [(2.0**20, 1.0), (2.0**-20, 2.0**20)])
 def test_powers_of_two_change_nothing_but_the_scale(problem, scale_f, scale_x, start):
     one = train(problem, 40, start=start)
     other = train(problem, 40, scale_f=scale_f, scale_x=scale_x, start=start)
@@ -468,35 +469,25 @@ def test_a_usual_decay_does_not_stop_learning():
 # Saving ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stop", [1, 16])
-def test_resuming_is_exact(stop, dtype):
+@pairwise(way=["state_dict", "deepcopy", "pickle"], dtype=[torch.float64, torch.bfloat16], stop=[1, 16])
+def test_resuming_is_exact(way, dtype, stop):
     net = network(dtype)
     opt = SGDOLFree(net.parameters())
     train_network(net, opt, 0, stop, dtype)
-    file = io.BytesIO()
-    torch.save({"net": net.state_dict(), "opt": opt.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    other = network(dtype, seed=5)
-    resumed = SGDOLFree(other.parameters(), momentum=0.9)
-    resumed.load_state_dict(saved["opt"])
-    other.load_state_dict(saved["net"])
+    if way == "state_dict":
+        file = io.BytesIO()
+        torch.save((net.state_dict(), opt.state_dict()), file)
+        file.seek(0)
+        other = network(dtype, seed=5)
+        resumed = SGDOLFree(other.parameters(), momentum=0.9)
+        for into, saved in zip((other, resumed), torch.load(file, weights_only=True), strict=True):
+            into.load_state_dict(saved)
+    else:
+        other, resumed = copy.deepcopy((net, opt)) if way == "deepcopy" else pickle.loads(pickle.dumps((net, opt)))
     assert train_network(net, opt, stop, 25, dtype) == train_network(other, resumed, stop, 25, dtype)
     for a, b in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     assert opt.diagnostics() == resumed.diagnostics()
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
-)
-def test_copies_go_on_alike(duplicate):
-    net = network()
-    opt = SGDOLFree(net.parameters())
-    train_network(net, opt, 0, 7)
-    other, resumed = duplicate((net, opt))
-    assert train_network(net, opt, 7, 20) == train_network(other, resumed, 7, 20)
 
 
 def test_averaged_puts_the_average_in_and_takes_it_out():
@@ -748,9 +739,7 @@ class Interrupted(BaseException):
     """Like Ctrl-C."""
 
 
-@pytest.mark.parametrize("error", [OSError, Interrupted])
-@pytest.mark.parametrize("call", [0, 1, 2])
-@pytest.mark.parametrize("step", [0, 2, 5])
+@pairwise(step=[0, 2, 5], call=[0, 1, 2], error=[OSError, Interrupted])
 def test_training_goes_on_after_a_closure_that_raised(step, call, error):
     """In the first step while it is probed, later inside a look-back: as if the step had not been tried."""
     results = []

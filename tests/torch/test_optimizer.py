@@ -11,7 +11,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from closures import closure_of
+from closures import closure_of, one_step
 from pairs import pairwise
 
 from sgdol import SGDOL, reference, theory
@@ -51,18 +51,13 @@ def objective(net, x: torch.Tensor) -> torch.Tensor:
 
 def train(net, opt, batches, updates: int, k: int = 2) -> list[torch.Tensor]:
     for _ in range(updates):
-        for _ in range(k):
-            (objective(net, next(batches)) / k).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (objective(net, next(batches)) / k for _ in range(k)))
     return [p.detach().clone() for p in net.parameters()]
 
 
 def alternate(net, opt, batches, steps: int) -> list[torch.Tensor]:
     for _ in range(steps):
-        objective(net, next(batches)).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, [objective(net, next(batches))])
     return [p.detach().clone() for p in net.parameters()]
 
 
@@ -163,10 +158,7 @@ def test_a_cycle_of_rate_and_momentum_is_that_of_sgd():
         opt = kind([x], lr=0.001, momentum=0.9)
         schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.002, total_steps=100)
         for _ in range(90):
-            for sign in (-1, 1):
-                (x + 0.1 * sign * x).div(2).backward()
-            opt.step()
-            opt.zero_grad()
+            one_step(opt, ((x + 0.1 * sign * x).div(2) for sign in (-1, 1)))
             schedule.step()
         found.append(x.item() - 1)
     assert found[0] == pytest.approx(found[1], rel=0.03)
@@ -180,10 +172,7 @@ def test_a_weight_decay_takes_away_what_that_of_sgd_does():
         x = scalar()
         opt = kind([x], lr=0.01, momentum=0.9, weight_decay=0.1)
         for _ in range(200):
-            for _ in range(2):
-                (0.0 * x).backward()
-            opt.step()
-            opt.zero_grad()
+            one_step(opt, (0.0 * x for _ in range(2)))
         left.append(math.log(x.item()))
     assert left[0] == pytest.approx(-2.0, rel=0.01)
     assert left[1] == pytest.approx(-2.0, rel=0.06)  # its momentum begins at 0
@@ -616,9 +605,7 @@ def test_the_same_gradient_twice_has_no_noise_to_the_last_bit():
         torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)),
     )
     opt = SGDOL([x], lr=0.1)
-    (x * g).sum().backward()
-    opt.step()
-    opt.zero_grad()
+    one_step(opt, [(x * g).sum()])
     (x * g).sum().backward()
     with pytest.warns(UserWarning, match="the same gradient twice"):
         opt.step()
@@ -900,10 +887,7 @@ def test_the_step_size_falls_as_gradients_get_noisy():
     opt = SGDOL([x], lr=1.0, momentum=0.0, learner=FTRL())
     seen = []
     for _ in range(300):
-        for _ in range(2):
-            ((x * x).sum() / 2 + (torch.randn(50) * x).sum()).div(2).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (((x * x).sum() / 2 + (torch.randn(50) * x).sum()).div(2) for _ in range(2)))
         seen.append(float(opt.param_groups[0]["step_size"]))
     assert seen[0] == 1.0
     assert seen[-1] < 0.4
@@ -921,10 +905,7 @@ def test_the_default_step_is_lr_until_that_is_too_long(momentum, limit, factor):
     x = torch.nn.Parameter(torch.full((50,), 3.0, dtype=torch.float64))
     opt = SGDOL([x], lr=factor * limit, momentum=momentum)
     for _ in range(300):
-        for _ in range(2):
-            ((x * x).sum() / 2 + 0.1 * (torch.randn(50) * x).sum()).div(2).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (((x * x).sum() / 2 + 0.1 * (torch.randn(50) * x).sum()).div(2) for _ in range(2)))
     step_size = float(opt.param_groups[0]["step_size"])
     assert (0.9 * opt.param_groups[0]["lr"] if factor < 1 else 0) < step_size < limit
     assert x.detach().square().mean() < 0.2  # from 9

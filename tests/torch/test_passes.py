@@ -9,6 +9,7 @@ import functools
 
 import pytest
 import torch
+from closures import one_step
 from pairs import pairwise
 from processes import in_threads
 from torch.utils.checkpoint import checkpoint
@@ -213,28 +214,19 @@ def trained_with_scaler(net, objective, batches, granularity, unscale, clip=None
     return flat(net)
 
 
-@pairwise(granularity=GRANULARITIES, unscale=[False, True])
-def test_unscaling_is_noticed_where_the_largest_gradients_are_mostly_zero(granularity, unscale):
-    expected = truth(Recommender(), score, rows(6), granularity)
-    assert_equal(trained_with_scaler(Recommender(), score, rows(6), granularity, unscale), expected)
-
-
-@granularities
-@pytest.mark.parametrize("subset", [[0, 1], [0], [2, 3]], ids=["tables", "one table", "head"])
-def test_unscaling_is_noticed_where_a_subset_is_clipped_afterwards(granularity, subset):
-    clip = (subset, 1e-2)
-    expected = truth(Recommender(), score, rows(6), granularity, clip=clip)
-    assert_equal(trained_with_scaler(Recommender(), score, rows(6), granularity, True, clip), expected)
-
-
-@granularities
-@pytest.mark.parametrize("scaled", [False, True])
-def test_clipping_a_subset_rescales_that_subset_alone(granularity, scaled):
-    clip = ([0, 2], 1e-2)
-    expected = truth(network(), objective, inputs(6), granularity, clip=clip)
-    assert_equal(
-        trained_with_scaler(network(), objective, inputs(6), granularity, True, clip, enabled=scaled), expected
-    )
+@pairwise(
+    granularity=GRANULARITIES,
+    model=[(Recommender, score, rows), (network, objective, inputs)],
+    subset=[None, (0, 1), (0,), (0, 2)],
+    unscale=[False, True],
+    scaled=[False, True],
+)
+def test_unscaling_and_clipping_some_tensors_are_followed_tensor_by_tensor(granularity, model, subset, unscale, scaled):
+    make, loss, batches = model
+    clip = None if subset is None else (subset, 1e-2)
+    expected = truth(make(), loss, batches(6), granularity, clip=clip)
+    found = trained_with_scaler(make(), loss, batches(6), granularity, unscale or subset, clip, enabled=scaled)
+    assert_equal(found, expected)
 
 
 # Nested graph tasks ---------------------------------------------------------------------------------------------------
@@ -440,9 +432,7 @@ def test_a_parameter_unfrozen_later_is_watched_from_its_first_step_on(granularit
     b.requires_grad_(True)
     for _ in range(2):
         ((a + 3 * b) / 2).backward()
-        ((a - b) / 2).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, [(a - b) / 2])
     s_b = ALPHA / (ALPHA + 1)
     surrogate = (2 / 2 - 1) + (1 / 2 - 1) + (s_b**2 / 2 - s_b * -3)
     assert opt.diagnostics()["cumulative_surrogate"] == pytest.approx(LR * surrogate)
