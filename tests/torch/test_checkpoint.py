@@ -100,7 +100,7 @@ def runs(engines: list[str]) -> list[tuple[str, str, str]]:
     """Every engine with every setting, in one form each but for the first setting."""
     forms = {name: ["plain"] for name in OPTIONS}
     forms["global"] = list(FORMS)
-    forms["coordinate, pairs, momentum"] = ["plain", "flat", "as they are"]
+    forms["coordinate, pairs, momentum"] = ["plain", "as they are"]
     # Pairs take the mean over the ranks as one gradient under fully_shard only; under DDP every rank has its own.
     return [
         (engine, name, form)

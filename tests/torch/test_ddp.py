@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from closures import one_step
 from ranks import on_ranks, reductions, tensors
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -101,9 +102,7 @@ def hooked(rank: int, world: int, register) -> dict:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for step in range(STEPS):
-            objective(net, batches(step, world)[rank]).backward()
-            opt.step()
-            opt.zero_grad()
+            one_step(opt, [objective(net, batches(step, world)[rank])])
     return {
         "params": [p.detach().clone() for p in net.parameters()],
         "said": [str(w.message) for w in said if "communication hook" in str(w.message)],

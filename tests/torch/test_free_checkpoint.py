@@ -25,11 +25,14 @@ STEPS, SAVED, PARTS = 16, 8, 4
 
 RUNS = [
     *(("fsdp", "euclidean", form) for form in FORMS),
-    ("fsdp", "rms", "plain"),
     ("fsdp", "rms", "flat"),
     ("ddp", "rms", "plain"),
-    ("ddp", "rms", "flat"),
 ]
+
+
+def is_by_pieces(run: tuple[str, ...]) -> bool:
+    """Whether each rank measures its piece, so that other numbers of ranks end elsewhere."""
+    return run[:2] == ("fsdp", "rms")
 
 
 def build(engine: str, metric: str, world: int, seed: int = 0) -> tuple[torch.nn.Module, SGDOLFree]:
@@ -66,7 +69,7 @@ def place(folder: str, *run: str) -> str:
 
 def everything(rank: int, world: int, folder: str, first: bool) -> dict[tuple[str, ...], tuple[dict, dict]]:
     done = {}
-    for run in RUNS:
+    for run in RUNS if first or world < 4 else filter(is_by_pieces, RUNS):
         net, opt = build(*run[:2], world, seed=0 if first else 1)
         if first:
             steps(net, opt, range(SAVED), rank, world)
@@ -103,10 +106,9 @@ def uninterrupted(metric: str) -> dict:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=" ".join)
-@pytest.mark.parametrize("world", [4, 2])
-def test_ranks_load_to_the_bit_what_four_ranks_saved(ended, world, run):
+def test_ranks_load_to_the_bit_what_four_ranks_saved(ended, run):
     saved, _ = ended["saved"][0][run]
-    for rank in ended[world]:
+    for rank in ended[2]:
         loaded, _ = rank[run]
         assert loaded["rule"] == saved["rule"]
         assert loaded["state"][1].keys() >= {"momentum", "average"}
@@ -120,22 +122,22 @@ def test_ranks_end_where_those_do_that_nobody_interrupted(ended, run):
     _, wanted = ended["saved"][0][run]
     assert wanted["counts"][0] == STEPS
     assert wanted["counts"][4] == PARTS
-    for rank in ended[4]:
-        assert_close(rank[run][1], wanted)
-    if run[:2] != ("fsdp", "rms"):
+    if is_by_pieces(run):
+        for rank in ended[4]:
+            assert_close(rank[run][1], wanted)
+    else:
         assert_close(wanted, uninterrupted(run[1]))
         assert_close(ended[2][0][run][1], wanted)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=" ".join)
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize(("run", "used"), [(run, i % 2 == 0) for i, run in enumerate(RUNS)])
 def test_one_process_goes_on_where_four_ranks_were(ended, run, used):
     net, opt = build("single", run[1], 1, seed=1)
     if used:
         steps(net, opt, range(2))
     load(place(ended["folder"], *run), net, opt, run[2])
     steps(net, opt, range(SAVED, STEPS))
-    if run[:2] != ("fsdp", "rms"):
+    if not is_by_pieces(run):
         assert_close(outcome(net, opt), uninterrupted(run[1]))
     assert opt.diagnostics()["updates"] == STEPS
 

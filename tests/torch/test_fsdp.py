@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from closures import one_step
 from ranks import on_ranks, tensors
 from sharded import batches, full, model, objective, replicas, shard
 from torch.distributed.device_mesh import init_device_mesh
@@ -153,10 +154,7 @@ def evaluated(net, opt, parts, share) -> None:
     with torch.no_grad():
         net(batches(99, 1)[0])
     for step in range(STEPS):
-        for x in parts(step, 0):
-            (objective(net, x) * share).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (objective(net, x) * share for x in parts(step, 0)))
         if step == 2:
             with opt.averaged(), torch.no_grad():
                 opt.seen = net(batches(99, 1)[0])
@@ -201,9 +199,7 @@ def mixed_precision(rank: int, world: int) -> list[torch.Tensor]:
     net = shard(model(dtype=torch.float32), "nested", world, {"mp_policy": policy})
     opt = SGDOL(net.parameters(), lr=0.1)
     for step in range(STEPS):
-        objective(net, batches(step, world)[rank].bfloat16()).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, [objective(net, batches(step, world)[rank].bfloat16())])
     return [full(p.detach()) for p in net.parameters()]
 
 
@@ -213,9 +209,7 @@ def continued(rank: int, world: int, state: dict) -> list[torch.Tensor]:
     opt = SGDOL(net.parameters(), lr=0.1, granularity="coordinate", momentum=0.9)
     opt.load_state_dict(state)
     for step in range(STEPS):
-        objective(net, batches(step, world)[rank]).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, [objective(net, batches(step, world)[rank])])
     return [full(p.detach()) for p in net.parameters()]
 
 
@@ -224,9 +218,7 @@ def saved_state() -> dict:
     net = model()
     opt = SGDOL(net.parameters(), lr=0.1, granularity="coordinate", momentum=0.9)
     for step in range(3):
-        objective(net, torch.cat(batches(50 + step, 2))).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, [objective(net, torch.cat(batches(50 + step, 2)))])
     return copy.deepcopy(opt.state_dict())
 
 
@@ -237,9 +229,7 @@ def another_forward(rank: int, world: int) -> dict:
     register_fsdp_forward_method(net, "other")
     opt = SGDOL(net.parameters(), lr=0.1)
     for step in range(4):
-        (net.other(batches(step, world)[rank]) - 1).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, [(net.other(batches(step, world)[rank]) - 1).square().mean()])
     return {"params": [full(p.detach()) for p in net.parameters()], "report": opt.diagnostics()["gradients"]}
 
 
@@ -283,10 +273,7 @@ def placed(rank: int, world: int) -> list[torch.Tensor]:
     ]
     opt = SGDOL(params, lr=0.1, momentum=0.5)
     for step in range(4):
-        for x in batches(step, 2):
-            sum((full(p) * x[:3, :2]).square().sum() for p in params).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (sum((full(p) * x[:3, :2]).square().sum() for p in params) for x in batches(step, 2)))
     return [full(p.detach()) for p in params]
 
 
@@ -483,9 +470,7 @@ def test_a_state_of_one_process_is_continued(two):
     opt.load_state_dict(saved_state())
     assert opt.pending
     for step in range(STEPS):
-        objective(net, torch.cat(batches(step, 2))).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, [objective(net, torch.cat(batches(step, 2)))])
     for rank in two:
         torch.testing.assert_close(rank["continued"], [p.detach() for p in net.parameters()], rtol=1e-10, atol=1e-12)
 
@@ -494,9 +479,7 @@ def test_a_forward_that_nobody_announced_makes_pairs(two):
     net = model()
     opt = SGDOL(net.parameters(), lr=0.1)
     for step in range(4):
-        (net(torch.cat(batches(step, 2))) - 1).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, [(net(torch.cat(batches(step, 2))) - 1).square().mean()])
     for rank in two:
         assert rank["another"]["report"] == 2
         wanted = [p.detach() for p in net.parameters()]
@@ -514,9 +497,6 @@ def test_replicated_sharded_and_ordinary_parameters_together(two):
     params = [torch.nn.Parameter(torch.linspace(1, 2, 6, dtype=torch.float64).view(3, 2)) for _ in range(3)]
     opt = SGDOL(params, lr=0.1, momentum=0.5)
     for step in range(4):
-        for x in batches(step, 2):
-            sum((p * x[:3, :2]).square().sum() for p in params).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (sum((p * x[:3, :2]).square().sum() for p in params) for x in batches(step, 2)))
     for rank in two:
         torch.testing.assert_close(rank["placed"], [p.detach() for p in params], rtol=1e-10, atol=1e-12)

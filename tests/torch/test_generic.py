@@ -37,6 +37,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "optimistic ftrl": {"lr": 1e-2, "learner": OptimisticFTRL(), "granularity": "tensor"},
     "gradient descent, coordinate": {"lr": 1e-2, "learner": OnlineGradientDescent(), "granularity": "coordinate"},
     "rms": {"lr": 1e-2, "metric": "rms"},
+    "averaging": {"lr": 1e-2, "averaging": 8.0},
     "epoch, bias_correction": {"lr": 1e-2, "epoch": 3, "bias_correction": True},
 }
 
