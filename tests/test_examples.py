@@ -17,14 +17,18 @@ def run(name: str, *arguments: str) -> str:
     return script(EXAMPLES / f"{name}.py", *arguments)
 
 
-def run_alone(*command: str) -> str:
+def run_alone(name: str, **environment: str) -> str:
     """In a process that is started for it."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # an example sets its own
-    return output([sys.executable, *command], env=environment)
+    return output([sys.executable, EXAMPLES / f"{name}.py"], env=os.environ | environment)
 
 
-def on_a_rank(rank: int, world: int, path: str, port: int) -> str:
-    """With the environment that torchrun makes."""
+def run_on_ranks(name: str) -> str:
+    """On two, what the first prints."""
+    port = 20000 + os.getpid() % 10000  # below those that the system hands out
+    return on_ranks(run_as_torchrun_does, 2, str(EXAMPLES / f"{name}.py"), port, connected=False)[0]
+
+
+def run_as_torchrun_does(rank: int, world: int, path: str, port: int) -> str:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
     with tempfile.TemporaryDirectory() as folder:
         run_here(Path(path), (), f"{folder}/said")
@@ -44,15 +48,14 @@ def test_training_reaches_a_good_accuracy(name):
 
 
 def test_ddp_trains_with_two_gradients_per_update():
-    said = run_alone("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "ddp.py"))
+    said = run_on_ranks("ddp")
     assert accuracies(said)[-1] > 0.92
     assert "2 gradients per update" in said
 
 
 def test_fsdp_trains_and_resumes_from_a_checkpoint():
     """Three epochs of 47 updates are saved; twice as many microbatches per update as there are ranks."""
-    port = 20000 + os.getpid() % 10000  # below those that the system hands out
-    said, _ = on_ranks(on_a_rank, 2, str(EXAMPLES / "fsdp.py"), port, connected=False)
+    said = run_on_ranks("fsdp")
     assert accuracies(said)[-1] > 0.9
     assert "4 gradients per update" in said
     assert "resumed after 141 updates" in said
@@ -84,7 +87,7 @@ def test_tensorboard_gets_the_history_and_a_figure_is_drawn(tmp_path):
 
 def test_optax_trains_with_microbatches():
     """It ends at 0.960 here, on an average of the iterates; the threshold leaves room for other roundings."""
-    said = run_alone(str(EXAMPLES / "optax_loop.py"))
+    said = run_alone("optax_loop")
     assert accuracies(said)[-1] > 0.94
     step_sizes = [float(value) for value in re.findall(r"step size ([\d.]+)", said)]
     assert 0 < step_sizes[-1] <= step_sizes[0] <= 0.5  # the default holds on to lr while it is not too long
@@ -92,7 +95,8 @@ def test_optax_trains_with_microbatches():
 
 def test_optax_trains_on_four_devices_with_four_gradients_per_update():
     """It ends at 0.966 here; the threshold leaves room for other roundings."""
-    said = run_alone(str(EXAMPLES / "optax_sharded.py"))
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"  # where there are flags it adds none
+    said = run_alone("optax_sharded", XLA_FLAGS=flags)
     assert accuracies(said)[-1] > 0.94
     assert "4 gradients per update" in said
 
