@@ -115,7 +115,7 @@ OPTIMIZERS: dict[str, tuple[Any, Callable[[Any], Step], str]] = {
     "sgdol, kronecker": (sgdol_of_optax(0.1, metric="kronecker"), halves, SGD),
     ADAMW: (optax.adamw(1e-3), mean_of_halves, ADAMW),
     "sgdol_free, rms": (sgdol_free(metric="rms"), free, ADAMW),
-    "sgdol_free, kronecker": (sgdol_free(metric="kronecker"), free, ADAMW),
+    "sgdol_free, kronecker": (sgdol_free(), free, ADAMW),
 }
 """Optimizer, step, and what it is compared with."""
 

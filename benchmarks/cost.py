@@ -237,12 +237,13 @@ def _small_networks(rounds: int) -> list[str]:
     }
     cases["CNN, 2 x 10^4 parameters, batch 64"] = (_small_cnn, small, classes[:64])
     cases["transformer, 2 x 10^4 parameters, batch 16"] = (_small_transformer, tokens, (5 * tokens + 1) % 64)
-    lines = ["", "## SGDOLFree on small networks", "", f"Two microbatches for all; a mean over {TOGETHER} steps."]
+    how = f"Two microbatches for all; a mean over {TOGETHER} steps. The default metric is in `free-cost.md`."
+    lines = ["", "## SGDOLFree on small networks", "", how]
     for name, (build, x, y) in cases.items():
         contenders = {
             "AdamW": _closure_contender(build, x, y, lambda p: torch.optim.AdamW(p, lr=1e-3)),
             "AdamW(fused=True)": _closure_contender(build, x, y, lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True)),
-            "SGDOLFree": _closure_contender(build, x, y, SGDOLFree),
+            'SGDOLFree(metric="rms")': _closure_contender(build, x, y, lambda p: SGDOLFree(p, metric="rms")),
             'SGDOLFree(metric="euclidean")': _closure_contender(
                 build, x, y, lambda p: SGDOLFree(p, metric="euclidean")
             ),

@@ -97,8 +97,8 @@ def main() -> None:
     second.set_title("Training loss at the end, by learning rate", loc="left", fontsize=11)
     second.set(xlabel="learning rate of AdamW", xscale="log", yscale="log", ylim=first.get_ylim())
     second.set_xticks(RATES, [f"{rate:g}" if rate >= 0.001 else f"{rate:.0e}".replace("-0", "-") for rate in RATES])
-    second.minorticks_off()
     for axis in (first, second):
+        axis.minorticks_off()
         axis.grid(visible=True, color="#e6e6e6", linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=8.5, loc="upper right")

@@ -56,7 +56,7 @@ METHODS: tuple[Method, ...] = (
         schedule="warmup-cosine",
     ),
     *map(methods.get, ("schedulefree-adamw", "prodigy-cosine", "mechanic-adamw", "dog")),
-    *map(methods.get, ("sgdol-rms", "sgdol-free", "sgdol-free-kronecker")),
+    *map(methods.get, ("sgdol-rms", "sgdol-free", "sgdol-free-rms")),
 )
 
 USUAL = {
@@ -86,7 +86,7 @@ def contenders() -> list[Contender]:
         Contender("DoG + averaging", by_name["dog"], "average"),
         Contender("Shampoo, warmup + cosine", by_name["shampoo"], "last", True),
         Contender(methods.OURS_FREE, by_name["sgdol-free"], "average"),
-        Contender(methods.OURS_KRONECKER, by_name["sgdol-free-kronecker"], "average"),
+        Contender(methods.OURS_FREE_RMS, by_name["sgdol-free-rms"], "average"),
         Contender(methods.OURS, by_name["sgdol-rms"], "average", True),
     ]
     return [c for c in lines if methods.available(c.method)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality.harness import Line
-from benchmarks.quality.methods import OURS, OURS_FREE, OURS_KRONECKER
+from benchmarks.quality.methods import OURS, OURS_FREE, OURS_FREE_RMS
 from benchmarks.quality.problems import HALVES
 from benchmarks.quality.tables import geometric_mean, ratios
 
@@ -20,8 +20,8 @@ Style = tuple[str, Any]
 # their dashes. At most eight lines a panel, or nobody can follow one.
 _DASHED, _DOTTED = (0, (4, 1.4)), (0, (1.2, 1.2))
 LEFT: dict[str, Style] = {
-    OURS_KRONECKER: ("#D55E00", "-"),
-    OURS_FREE: ("#D55E00", _DOTTED),
+    OURS_FREE: ("#D55E00", "-"),
+    OURS_FREE_RMS: ("#D55E00", _DOTTED),
     "Prodigy": ("#0072B2", "-"),
     "Prodigy, cosine": ("#0072B2", _DOTTED),
     "DoG + averaging": ("#009E73", "-"),
@@ -31,14 +31,14 @@ LEFT: dict[str, Style] = {
 }
 RIGHT: dict[str, Style] = {
     OURS: ("#D55E00", _DASHED),
-    OURS_KRONECKER: ("#D55E00", "-"),
-    OURS_FREE: ("#D55E00", _DOTTED),
+    OURS_FREE: ("#D55E00", "-"),
+    OURS_FREE_RMS: ("#D55E00", _DOTTED),
     "SGD + momentum + averaging": ("#8C6D31", "-"),
     "Adam + averaging": ("#E69F00", _DASHED),
     "AdamW, cosine": ("#E69F00", _DOTTED),
     "Schedule-Free AdamW": ("#000000", "-"),
 }
-UNTUNED = {OURS_FREE, OURS_KRONECKER}
+UNTUNED = {OURS_FREE, OURS_FREE_RMS}
 """On the right for comparison, although it has no learning rate to tune."""
 FROM = 0.4
 LEFT_TO, RIGHT_TO = 1e4, 100.0
@@ -113,7 +113,7 @@ def _panel(axis: Any, table: dict[str, dict[str, dict[int, float]]], chosen: dic
             continue
         x, y = profile([geometric_mean(seeds.values()) for seeds in table[contender].values()])
         x, y = [FROM / 10, *x, max(end, *x) * 10], [0.0, *y, 1.0]
-        width = 2.6 if contender in (OURS, OURS_FREE, OURS_KRONECKER) else 1.6
+        width = 2.6 if contender in (OURS, OURS_FREE, OURS_FREE_RMS) else 1.6
         axis.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=width, label=contender)
         assert all(math.isfinite(v) for v in x)
     axis.set_xscale("log")

@@ -27,7 +27,7 @@ __all__ = [
     "AVERAGING_POWER",
     "OURS",
     "OURS_FREE",
-    "OURS_KRONECKER",
+    "OURS_FREE_RMS",
     "Contender",
     "Method",
     "available",
@@ -113,7 +113,7 @@ def _version(package: str) -> str:
 
 
 OURS_FREE = "SGDOLFree"
-OURS_KRONECKER = f"{OURS_FREE}, metric kronecker"
+OURS_FREE_RMS = f"{OURS_FREE}, metric rms"
 OURS = "SGDOL, metric rms + averaging"
 """Labels of the contenders that the verdicts and the figure are about: without a learning rate, and with it tuned."""
 
@@ -158,9 +158,9 @@ METHODS: tuple[Method, ...] = (
     Method("sgdol-rms", options={"metric": "rms", "averaging": _A}, averaging="optimizer", **_OURS),
     Method("sgdol-free", "sgdol:SGDOLFree", package="sgdol", parts=2, averaging="optimizer", closure=True),
     Method(
-        "sgdol-free-kronecker",
+        "sgdol-free-rms",
         "sgdol:SGDOLFree",
-        {"metric": "kronecker"},
+        {"metric": "rms"},
         package="sgdol",
         parts=2,
         averaging="optimizer",
@@ -250,6 +250,6 @@ def contenders() -> list[Contender]:
         Contender("Mechanic AdamW", get("mechanic-adamw")),
         Contender("COCOB", get("cocob")),
         Contender(OURS_FREE, get("sgdol-free"), "average"),
-        Contender(OURS_KRONECKER, get("sgdol-free-kronecker"), "average"),
+        Contender(OURS_FREE_RMS, get("sgdol-free-rms"), "average"),
     ]
     return [c for c in lines if available(c.method)]

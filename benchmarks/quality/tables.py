@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from benchmarks.quality.harness import Line
-from benchmarks.quality.methods import OURS, OURS_FREE
+from benchmarks.quality.methods import OURS, OURS_FREE, OURS_FREE_RMS
 from benchmarks.quality.problem import KINDS, NETWORKS, Half
 
 __all__ = [
@@ -257,7 +257,8 @@ def _effects() -> list[tuple[str, str, str]]:
         ("learned step size, to SGD + momentum", "SGDOL", "SGD + momentum"),
         ("learned step size, to SGD + momentum + averaging", "SGDOL + averaging", "SGD + momentum + averaging"),
         ("the metric rms, to SGDOL + averaging", OURS, "SGDOL + averaging"),
-        ("no learning rate, to SGDOL, metric rms + averaging", OURS_FREE, OURS),
+        ("no learning rate, to SGDOL, metric rms + averaging", OURS_FREE_RMS, OURS),
+        ("the metric kronecker, to SGDOLFree, metric rms", OURS_FREE, OURS_FREE_RMS),
     ]
 
 

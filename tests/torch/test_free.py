@@ -377,7 +377,7 @@ def test_narrow_parameters_learn_as_wide_ones_do(dtype):
     assert results[1] == pytest.approx(results[0], rel=0.03)
     for p in net.parameters():
         assert opt.state[p]["momentum"].dtype == opt.state[p]["average"].dtype == torch.float32
-        assert set(opt.state[p]) == {"momentum", "metric.square", "metric.weight", "average", "previous"}
+        assert all(v.dtype == torch.float32 for name, v in opt.state[p].items() if v.dim())
 
 
 def test_complex_parameters_are_pairs_of_real_ones():

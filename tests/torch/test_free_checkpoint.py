@@ -14,7 +14,12 @@ from checkpoints import FORMS, load, save
 from closures import closure_of
 from ranks import launch
 from sharded import batches, full, model, objective, shard
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from sgdol import SGDOLFree
@@ -22,6 +27,7 @@ from sgdol import SGDOLFree
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
 STEPS, SAVED, PARTS = 16, 8, 4
+FULL = StateDictOptions(full_state_dict=True)
 
 RUNS = [
     *(("fsdp", "euclidean", form) for form in FORMS),
@@ -80,6 +86,18 @@ def worker(rank: int, world: int, folder: str, first: bool) -> None:
             middle = copy.deepcopy(outcome(net, opt))
             steps(net, opt, range(SAVED, STEPS), rank, world)
             done[run] = middle, outcome(net, opt)
+        net, opt = build("fsdp", "kronecker", world)
+        if first:
+            steps(net, opt, range(SAVED), rank, world)
+            states = get_state_dict(net, opt, options=FULL)
+            torch.save(states, f"{folder}/sharded-{rank}.pt")
+        else:
+            model_state, optim_state = torch.load(f"{folder}/whole.pt", weights_only=True)
+            set_model_state_dict(net, model_state, options=FULL)
+            opt.load_state_dict(optim_state)
+        middle = copy.deepcopy(outcome(net, opt))
+        steps(net, opt, range(SAVED, STEPS), rank, world)
+        done["kronecker"] = middle, outcome(net, opt)
         torch.save(done, f"{folder}/{world}{first}-{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -89,6 +107,9 @@ def worker(rank: int, world: int, folder: str, first: bool) -> None:
 def folder(tmp_path_factory) -> str:
     """What four ranks saved; and where they ended, and four and two others that loaded it."""
     path = str(tmp_path_factory.mktemp("checkpoint"))
+    net, opt = build("single", "kronecker", 1)
+    steps(net, opt, range(SAVED))
+    torch.save((net.state_dict(), opt.state_dict()), f"{path}/whole.pt")
     for world, first in ((4, True), (4, False), (2, False)):
         launch(worker, (world, path, first), world)
     return path
@@ -145,6 +166,49 @@ def test_one_process_goes_on_where_four_ranks_were(folder, run, used):
     if run[:2] != ("fsdp", "rms"):
         assert_close(outcome(net, opt), uninterrupted(run[1]))
     assert opt.diagnostics()["updates"] == STEPS
+
+
+MATRICES = ("0.weight", "2.weight")
+"""The metric turns them; the third matrix has a single row."""
+
+
+def test_one_process_measures_in_bases_what_ranks_have_measured_by_coordinates(folder):
+    """Under fully_shard the Kronecker metric has squares. L and R begin as the sums over their rows and columns."""
+    states = torch.load(f"{folder}/sharded-0.pt", weights_only=True)
+    net, opt = build("single", "kronecker", 1, seed=1)
+    set_state_dict(net, opt, model_state_dict=states[0], optim_state_dict=states[1], options=FULL)
+    for name in MATRICES:
+        held, saved = opt.state[net.get_parameter(name)], states[1]["state"][name]
+        v = saved["metric.square"]
+        assert "metric.square" not in held
+        torch.testing.assert_close(held["metric.left"], v.sum(1).diag())
+        torch.testing.assert_close(held["metric.right"], v.sum(0).diag())
+        torch.testing.assert_close(held["metric.rows"], v.sum(1))
+        assert held["metric.weight"] == saved["metric.weight"] > 0
+    before = opt.diagnostics()
+    steps(net, opt, range(SAVED, 4 * STEPS))
+    after = opt.diagnostics()
+    assert after["updates"] == 4 * STEPS
+    assert after["rollbacks"] == before["rollbacks"]
+    assert after["loss"] < 0.5 * before["loss"]
+
+
+def test_ranks_measure_by_coordinates_what_one_process_has_measured_in_bases(folder):
+    _, saved = torch.load(f"{folder}/whole.pt", weights_only=True)
+    loaded, ended = torch.load(f"{folder}/2False-1.pt", weights_only=True)["kronecker"]
+    net, opt = build("single", "kronecker", 1)
+    params = [p for group in opt.param_groups for p in group["params"]]
+    for name, p in net.named_parameters():
+        if name not in MATRICES:
+            continue
+        held = saved["state"][next(i for i, q in enumerate(params) if q is p)]
+        kept = loaded["state"][next(i for i, q in enumerate(net.parameters()) if q is p)]
+        torch.testing.assert_close(kept["metric.square"].sum(1), held["metric.left"].diagonal())
+        torch.testing.assert_close(kept["metric.square"].sum(0), held["metric.right"].diagonal())
+        momentum = held["metric.left_basis"] @ held["momentum"] @ held["metric.right_basis"].T
+        torch.testing.assert_close(kept["momentum"], momentum)
+        assert {key for key in kept if key.startswith("metric.")} == {"metric.square", "metric.weight"}
+    assert ended["rule"]["mean_loss"] < loaded["rule"]["mean_loss"]
 
 
 def test_being_asked_by_a_checkpoint_before_the_first_step_changes_nothing():

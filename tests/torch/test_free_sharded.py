@@ -6,6 +6,7 @@ each rank measures its whole gradient. In a metric it measures the piece of its 
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgdol import SGDOLFree, reference_free
+from sgdol.reference_kronecker import kronecker
 
 STEPS = 20
 
@@ -129,10 +131,14 @@ def expected(found: Sequence[dict], settings: dict) -> reference_free.Run:
         return sum(loss.item() for loss in losses) / k, np.stack(parts)
 
     options = {name: value for name, value in settings.items() if name not in ENGINE}
-    if options.get("metric") == "kronecker":  # what is sharded is measured as in "rms"
-        options["metric"] = "rms"
+    shapes = [tuple(p.shape) for p in net.parameters()]
+    if settings.get("kind") == "tensor parallel":  # of the first layer each rank has the whole
+        shapes[2:] = [(math.prod(shape),) for shape in shapes[2:]]
+        options.setdefault("metric", lambda past, present, _: kronecker(past, present, shapes))
+    else:  # all is sharded, and measured as in "rms"
+        options.setdefault("metric", "rms")
     counts = None
-    if options.get("metric", "rms") != "euclidean":
+    if options["metric"] == "rms":
         has = np.stack([sum(rank["owners"].numpy() == j % count for rank in found) > 0 for j in range(k)])
         counts = has * k / has.sum(axis=0)
     x = torch.nn.utils.parameters_to_vector(net.parameters()).detach().numpy().copy()
@@ -143,29 +149,30 @@ def expected(found: Sequence[dict], settings: dict) -> reference_free.Run:
 ENGINE = ("kind", "microbatches", "sync", "policy", "keeps", "evaluates")
 """Settings that are not the optimizer's."""
 
-EUCLID = {"metric": "euclidean"}
+EUCLID, RMS = {"metric": "euclidean"}, {"metric": "rms"}
 
 CASES: dict[int, dict[str, dict]] = {
     2: {
-        "rms": {},
+        "default": {},
+        "rms": RMS,
         "euclidean": EUCLID,
-        "kronecker": {"metric": "kronecker"},
-        "rms, one module, weight decay": {"kind": "flat", "weight_decay": 0.1},
-        "rms, two microbatches": {"microbatches": 2},
-        "rms, two microbatches, one reduction": {"microbatches": 2, "sync": False},
+        "rms, one module, weight decay": {"kind": "flat", "weight_decay": 0.1, **RMS},
+        "rms, two microbatches": {"microbatches": 2, **RMS},
+        "rms, two microbatches, one reduction": {"microbatches": 2, "sync": False, **RMS},
         "euclidean, two microbatches, one reduction": {"microbatches": 2, "sync": False, **EUCLID},
-        "rms, not resharded after forward": {"policy": {"reshard_after_forward": False}},
-        "rms, not resharded after backward, evaluated": {"keeps": True, "evaluates": True},
+        "rms, not resharded after forward": {"policy": {"reshard_after_forward": False}, **RMS},
+        "rms, not resharded after backward, evaluated": {"keeps": True, "evaluates": True, **RMS},
         "euclidean, evaluated": {"evaluates": True, **EUCLID},
-        "rms, offloaded": {"policy": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}},
-        "rms, tensor parallel": {"kind": "tensor parallel", "microbatches": 2},
+        "rms, offloaded": {"policy": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, **RMS},
+        "rms, tensor parallel": {"kind": "tensor parallel", "microbatches": 2, **RMS},
+        "default, tensor parallel": {"kind": "tensor parallel", "microbatches": 2},
         "euclidean, tensor parallel": {"kind": "tensor parallel", "microbatches": 2, **EUCLID},
     },
     4: {
-        "rms": {},
-        "rms, hybrid": {"kind": "hybrid"},
+        "default": {},
+        "rms, hybrid": {"kind": "hybrid", **RMS},
         "euclidean, hybrid, one reduction": {"kind": "hybrid", "microbatches": 2, "sync": False, **EUCLID},
-        "rms, fully sharded and tensor parallel": {"kind": "both"},
+        "rms, fully sharded and tensor parallel": {"kind": "both", **RMS},
         "euclidean, fully sharded and tensor parallel": {"kind": "both", **EUCLID},
     },
 }
@@ -208,11 +215,10 @@ def test_the_ranks_are_equal_to_one_process(launch, world, name):
         np.testing.assert_allclose(mine.numpy(), theirs, rtol=1e-8, atol=1e-8 * abs(theirs).max())
 
 
-def test_a_metric_of_whole_matrices_says_once_that_sharded_ones_are_measured_by_coordinates(launch):
+def test_the_default_metric_measures_sharded_matrices_by_coordinates_and_says_nothing(launch):
     for rank in launch(2):
-        (told,) = rank["kronecker"]["told"]
-        assert told.endswith('coordinate by coordinate, as metric="rms" does.')
-        assert not rank["rms"]["told"]
+        assert torch.equal(rank["default"]["params"], rank["rms"]["params"])
+        assert not rank["default"]["told"]
 
 
 def test_steps_are_taken_back_and_runs_return_to_their_average(launch):

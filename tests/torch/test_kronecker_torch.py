@@ -16,6 +16,7 @@ from sgdol.metrics import Kronecker
 from sgdol.reference import replay
 from sgdol.reference_free import sgdol_free
 from sgdol.reference_kronecker import kronecker
+from sgdol.torch import backward
 
 SHAPES = [(4,), (2, 2, 2), (3, 4), (17, 2)]
 SIZES = [4, 8, 12, 34]
@@ -196,3 +197,80 @@ def test_a_compiled_model_gives_the_same_run():
             opt.step(closure_of(opt, lambda parts=parts, model=model: (model(part).square().mean() for part in parts)))
     for p, q in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
+
+
+def fit(net, inputs, targets, steps=40, **options):
+    """The losses of a fit of random targets, and the parameters after it."""
+    opt, losses = SGDOLFree(net.parameters(), **options), []
+    for _ in range(steps):
+        losses.append(backward(lambda x, y: (net(x) - y).abs().square().mean(), inputs, targets).item())
+        opt.step()
+        opt.zero_grad()
+    return losses, opt
+
+
+def rows(*shape, kind=torch.float32):
+    return torch.randn(16, *shape, generator=torch.Generator().manual_seed(2)).to(kind)
+
+
+class Weights(nn.Module):
+    """Parameters of some shapes, with some noise."""
+
+    def __init__(self, *shapes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList([torch.randn(shape) for shape in shapes])
+
+    def forward(self, noise):
+        return torch.cat([w.reshape(-1) for w in self.weights]) + noise
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(5,), (7,)], [(), (1,)], [(1, 1)], [(1, 6), (6, 1)], [(520, 513)], [(0,), (0, 3), (4,)]], ids=str
+)
+def test_the_default_is_rms_where_there_is_no_side_to_turn(shapes):
+    found = []
+    for options in ({}, {"metric": "rms"}):
+        net = Weights(*shapes)
+        losses, _ = fit(net, 0.1 * rows(1), torch.zeros(16, 1), steps=12, **options)
+        found.append(torch.cat([w.detach().reshape(-1) for w in net.weights]))
+        assert losses[-1] < 0.5 * losses[0]
+    assert torch.equal(*found)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.LSTM(3, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x)[0][:, -1])
+
+
+KINDS = {
+    "convolution, 1-d": (lambda: nn.Conv1d(3, 4, 3), rows(3, 6)),
+    "convolution, 2-d": (lambda: nn.Conv2d(3, 4, 3), rows(3, 6, 6)),
+    "convolution, depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4), rows(4, 6, 6)),
+    "convolution, 3-d": (lambda: nn.Conv3d(2, 3, 2), rows(2, 4, 4, 4)),
+    "recurrent": (Recurrent, rows(5, 3)),
+    "embedding of 2,000 words": (lambda: nn.Embedding(2000, 4), torch.arange(16)),
+    "embedding of 9 words": (lambda: nn.Embedding(9, 16), torch.arange(16) % 9),
+    "one side above 512": (lambda: nn.Linear(520, 6), rows(520)),
+    "bfloat16": (lambda: nn.Linear(6, 5, dtype=torch.bfloat16), rows(6, kind=torch.bfloat16)),
+    "float64": (lambda: nn.Linear(6, 5, dtype=torch.float64), rows(6, kind=torch.float64)),
+    "complex": (lambda: nn.Linear(6, 5, dtype=torch.complex64), rows(6, kind=torch.complex64)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_default_trains_every_kind_of_layer(kind):
+    """The best loss of 40 steps, of targets that the layer can nearly fit, is at most a third of the first."""
+    make, inputs = KINDS[kind]
+    torch.manual_seed(0)
+    teacher, net = make(), make()
+    with torch.no_grad():
+        targets = teacher(inputs)
+    losses, opt = fit(net, inputs, targets)
+    assert min(losses) < losses[0] / 3
+    assert max(losses) < 1.5 * losses[0]
+    assert all(v.isfinite().all() for held in opt.state.values() for v in held.values())

@@ -1,4 +1,4 @@
-"""States that version 0.1 saved: training goes on where it would have gone on then.
+"""States that an earlier version saved: training goes on where it would have gone on then.
 
 ``data/states_of_0.1.pt`` holds, for each case below, parameters and ``state_dict()`` after five steps, and what version
 0.1 itself came to after four more.
@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sgdol import PAPER, SGDOL
+from sgdol import PAPER, SGDOL, SGDOLFree
 from sgdol.learners import FTRL, OnlineGradientDescent
+from sgdol.torch import backward
 
 pytestmark = pytest.mark.filterwarnings("ignore:SGDOL got one backward")  # states of pairs
 
@@ -67,3 +68,30 @@ def test_the_defaults_of_today_name_the_learner_that_a_state_of_the_version_befo
     opt = SGDOL([{"params": params[:1]}, {"params": params[1:]}], lr=0.1, averaging=8.0)
     with pytest.raises(ValueError, match=r"saved with learner='FTRL\(.*construct it with the same learner"):
         opt.load_state_dict(saved["state"])
+
+
+def test_a_state_of_sgdol_free_brings_along_the_metric_that_was_the_default():
+    """An optimizer that is constructed with today's default goes on in the metric of the state, to the bit."""
+
+    def run(net, opt, steps):
+        for t in steps:
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(t))
+            backward(lambda x, net=net: (net(x) - x.sum(1, keepdim=True)).square().mean(), x)
+            opt.step()
+            opt.zero_grad()
+
+    def make(**options):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+        return net, SGDOLFree(net.parameters(), **options)
+
+    net, opt = make(metric="rms")
+    run(net, opt, range(7))
+    twin, today = make()
+    twin.load_state_dict(net.state_dict())
+    today.load_state_dict(opt.state_dict())
+    for model, optimizer in ((net, opt), (twin, today)):
+        run(model, optimizer, range(7, 20))
+    assert today.param_groups[0]["metric"] == "rms"
+    assert all(map(torch.equal, net.parameters(), twin.parameters()))
+    assert "metric.square" in today.state[twin[0].weight]

@@ -119,7 +119,7 @@ def sgdol_free(
     momentum: float = 0.9,
     weight_decay: float = 0.0,
     averaging: float = 8.0,
-    metric: str | Metric = "rms",
+    metric: str | Metric = "kronecker",
 ) -> optax.GradientTransformationExtraArgs:
     r"""SGDOL that needs neither a learning rate nor a smoothness constant. Experimental.
 
@@ -142,7 +142,9 @@ def sgdol_free(
         weight_decay: decoupled, in units of the root mean square of the direction d over all coordinates: x <- x -
             eta (d + weight_decay rms(d) x). It means what it means in AdamW; usual values are 0.01 to 0.1.
         averaging: a of the polynomial average, at least 0.
-        metric: ``"rms"``, ``"adagrad"``, ``"euclidean"``, ``"kronecker"``, or an object of :mod:`sgdol.metrics`.
+        metric: ``"kronecker"``, ``"rms"``, ``"adagrad"``, ``"euclidean"``, or an object of :mod:`sgdol.metrics`.
+            ``"kronecker"`` measures matrices and convolutions in the eigenbases of their rows and columns, and vectors
+            and sides of more than 512 coordinate by coordinate, as ``"rms"`` does.
 
     >>> import jax.numpy as jnp
     >>> from sgdol.jax import averaged_params, microbatch_grads

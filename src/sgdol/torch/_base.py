@@ -124,8 +124,6 @@ class WatchingOptimizer(Optimizer):
             earlier = None  # what has been counted of pieces is not known of more of them
         self._finder = finder = Finder(params, self._measured(), self)
         self._metrics = Metrics(self.param_groups, self._metric_of, self.state, lambda: finder.world, self._ratios)
-        if self._metrics.remark is not None:
-            self._warn(self._metrics.remark)
         self._layout = None
         self._passes = Passes(params, self._watched, self._finder, self._metrics, self._warn, earlier)
 

@@ -28,6 +28,7 @@ from sgdol.learners import Learner
 from sgdol.torch import _diagnostics as diagnostics
 from sgdol.torch._direction import uses_momentum
 from sgdol.torch._metric import Metrics
+from sgdol.torch._remembered import carried_over
 from sgdol.torch._vectors import scalar_dtype, wide_dtype
 from sgdol.torch._world import World, fitted, like_parameter, local, piece_of, real_view
 
@@ -203,6 +204,7 @@ def load(
     state_dict: dict[str, Any],
     check: Callable[[dict[str, Any]], None],
     then: Callable[[], None],
+    in_basis: tuple[str, ...] = (),
 ) -> None:
     """Load a state, exactly.
 
@@ -212,6 +214,7 @@ def load(
         state_dict: what ``state_dict()`` returned.
         check: refuses a state that does not belong to the optimizer.
         then: what is to be done when it is there.
+        in_basis: the names of vectors that are kept in the basis of the Kronecker metric.
     """
     loaded: dict[str, Any] = {}
 
@@ -220,7 +223,7 @@ def load(
         loaded.update(final)
 
     def after(_: Optimizer) -> None:
-        restore(optimizer, loaded)
+        restore(optimizer, loaded, in_basis)
         then()
 
     # Last and first among the hooks that users may have registered: they see and say what they expect to.
@@ -235,13 +238,17 @@ def load(
             handle.remove()
 
 
-def restore(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Undo torch's cast of floating-point state to the parameter's type."""
+def restore(optimizer: Optimizer, state_dict: dict[str, Any], in_basis: tuple[str, ...] = ()) -> None:
+    """Undo torch's cast of floating-point state to the parameter's type; see :func:`load`."""
     saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, p in zip(saved, params, strict=True):
+    params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    for index, (p, group) in zip(saved, params, strict=True):
         shapes = (p.shape, (*p.shape, 2)) if p.is_complex() else (p.shape,)
-        for key, value in state_dict["state"].get(index, {}).items():
+        held = state_dict["state"].get(index, {})
+        carried = carried_over(optimizer._metric_of(group), p, held, in_basis)  # type: ignore[attr-defined]
+        for name in held.keys() - carried.keys():
+            del optimizer.state[p][name]
+        for key, value in carried.items():
             if isinstance(value, Tensor):
                 if value.dim() and value.shape not in shapes and not key.startswith("metric."):
                     raise ValueError(

@@ -60,7 +60,8 @@ class SGDOLFree(WatchingOptimizer):
 
     **Evaluate and save the average** of the weights: see :meth:`averaged` and :meth:`averaged_state_dict`.
 
-    Memory: four vectors of the size of the model (momentum, metric, average and last point).
+    Memory: four vectors of the size of the model (momentum, metric, average and last point), and
+    :math:`2 (n^2 + m^2)` numbers for a matrix of n x m that the metric ``"kronecker"`` turns.
 
     Args:
         params: parameters or parameter groups. Groups may differ in lr and weight_decay.
@@ -74,8 +75,10 @@ class SGDOLFree(WatchingOptimizer):
             :math:`x \leftarrow x - \lambda \eta_t (d_t + \mathrm{weight\_decay} \, \mathrm{rms}(d_t) \, x)`. AdamW's
             usual values, 0.01 to 0.1, can be used, because AdamW's direction has a root mean square of about 1.
         averaging: the power a >= 0 of the polynomial average: the weights of step t count about as :math:`t^a`.
-        metric: ``"rms"``, ``"adagrad"``, ``"kronecker"``, ``"euclidean"`` (D = 1, one vector less), or an object of
-            :mod:`sgdol.metrics`.
+        metric: ``"kronecker"``, ``"rms"``, ``"adagrad"``, ``"euclidean"`` (D = 1, one vector less), or an object of
+            :mod:`sgdol.metrics`. ``"kronecker"`` measures matrices and convolutions in the eigenbases of their rows and
+            columns. It measures vectors, sides of more than 512, and parameters of which ranks have pieces
+            (``fully_shard``, tensor parallelism), coordinate by coordinate, as ``"rms"`` does.
         maximize: maximise the objective instead of minimising it; the same in all groups.
         foreach: as in torch.optim; it makes no difference here.
 
@@ -102,7 +105,7 @@ class SGDOLFree(WatchingOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         averaging: float = 8.0,
-        metric: str | metrics.Metric = "rms",
+        metric: str | metrics.Metric = "kronecker",
         maximize: bool = False,
         foreach: bool | None = None,
         **unknown: Never,
@@ -471,7 +474,7 @@ class SGDOLFree(WatchingOptimizer):
             saved = [index for group in final["param_groups"] for index in group["params"]]
             refuse_other_shapes(saved, final["state"], self._params())
 
-        checkpoint.load(self, super().load_state_dict, state_dict, check, self._loaded)
+        checkpoint.load(self, super().load_state_dict, state_dict, check, self._loaded, in_basis=("momentum",))
 
     def _loaded(self) -> None:
         self._prepare()

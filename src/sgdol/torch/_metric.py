@@ -76,8 +76,6 @@ class Metrics:
         self._groups, self._metric_of, self._state, self._world = groups, metric_of, state, world
         self._ratios = ratios
         self._kinds: list[_Kind] = []
-        self.remark: str | None = None
-        """What the user is to be told of the metric."""
         for group in groups:
             metric = metric_of(group)
             if isinstance(metric, Euclidean):
@@ -93,11 +91,6 @@ class Metrics:
                 raise NotImplementedError(
                     f"metric={metric!r} needs whole matrices, got a sharded parameter of shape {tuple(sharded.shape)}: "
                     'use metric="rms", which works on pieces'
-                )
-            if sharded is not None and not is_diagonal(metric):
-                self.remark = (
-                    f"metric={metric!r} measures whole matrices: parameters that are sharded are measured coordinate "
-                    'by coordinate, as metric="rms" does.'
                 )
         self.euclidean = not self._kinds
         """Whether D = 1 for all parameters."""

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgdol._kronecker import following, is_due, renewed, rotate, sides
+from sgdol._kronecker import following, is_due, renewed, rotate, rotate_back, sides
 from sgdol._numbers import maximum
 from sgdol.metrics import RMS, Factors, Kronecker, Means, Metric, is_diagonal
 from sgdol.torch._operators import Block, Diagonal, Opaque, Rotated
 from sgdol.torch._update import Gate
 from sgdol.torch._vectors import Layout, as_number, dot, scalar_dtype, wide_dtype
-from sgdol.torch._world import is_sharded, like_parameter, local, real_view
+from sgdol.torch._world import fitted, is_sharded, like_parameter, local, real_view
 
-__all__ = ["Matrices", "Squares", "Whole", "blank", "is_diagonal_on"]
+__all__ = ["Matrices", "Squares", "Whole", "blank", "carried_over", "is_diagonal_on"]
 
 
 class Squares:
@@ -308,3 +308,42 @@ def blank(metric: Metric, param: Tensor) -> dict[str, Tensor]:
         for name, value in zip(getattr(type(fresh), "_fields", ()), fresh, strict=True)
         if not isinstance(value, tuple)  # what the metric does not remember of such a tensor
     }
+
+
+def carried_over(metric: Metric, param: Tensor, held: dict[str, Any], in_basis: tuple[str, ...]) -> dict[str, Any]:
+    """What was saved of a whole matrix as it is kept of a sharded one, or the reverse; anything else as it is.
+
+    The Kronecker metric has v of a sharded matrix, and L and R of a whole one. The sums over the rows of v are the
+    diagonal of L, those over its columns the diagonal of R. The rest of v, or of L and R, is lost.
+
+    Args:
+        metric: of the parameter.
+        param: which loads the state.
+        held: what was saved of it.
+        in_basis: the names of vectors that are kept in the basis of a whole matrix.
+    """
+    if type(metric) is not Kronecker:
+        return held
+    rest = {name: value for name, value in held.items() if not name.startswith("metric.")}
+    parts = {name: held[name] for name in held if name not in rest}
+    if "metric.square" in parts and not is_diagonal_on(metric, param):
+        fresh = blank(metric, param)
+        v = fitted(parts["metric.square"], param).reshape(*_shape(fresh))
+        for side, name, sums in (("left", "rows", v.sum(1)), ("right", "columns", v.sum(0))):
+            fresh[f"metric.{name}"] = sums
+            if f"metric.{side}" in fresh:
+                fresh[f"metric.{side}"] = sums.diag()
+        return {**rest, **fresh, "metric.weight": parts["metric.weight"]}
+    if "metric.rows" in parts and is_sharded(param):
+        found, bases = [], []
+        for side, name in (("left", "rows"), ("right", "columns")):
+            factor = parts.get(f"metric.{side}")
+            found.append(parts[f"metric.{name}"] if factor is None else factor.diagonal())
+            bases.append(parts.get(f"metric.{side}_basis", ()))
+        total = found[0].sum().clamp(min=torch.finfo(found[0].dtype).tiny)
+        for name in rest.keys() & set(in_basis):
+            rest[name] = rotate_back(held[name].reshape(*_shape(held)), *bases).reshape(held[name].shape)
+        square = torch.outer(found[0] / total, found[1])
+        square = square.reshape((*param.shape, 2) if param.is_complex() else param.shape)
+        return {**rest, "metric.square": square, "metric.weight": parts["metric.weight"]}
+    return held
