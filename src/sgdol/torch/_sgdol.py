@@ -289,7 +289,7 @@ class SGDOL(WatchingOptimizer):
         params = members[0] if len(members) == 1 else [p for some in members for p in some]
         if not params or (pending and all(p.grad is None for p in params)):
             return None
-        k, world, counts = passes.finish(), passes.world, passes.known.counts
+        k, world, counts = passes.finish(), passes.world, passes.contributions.counts
         unseen = not (len(counts) == len(params) and all(counts)) and passes.unseen(params)  # sparse ones, for example
         if unseen or passes.overlapping:
             self._refuse_sparse(params)
@@ -321,9 +321,9 @@ class SGDOL(WatchingOptimizer):
             pair.hold(params)
             self._warnings.held(groups)
         else:
-            gradients = passes.known.take(layout, world, pooled=pooled)
-            if passes.known.bent or world.remarks or not self._warnings.several:
-                self._warnings.taken(passes.known.bent, world.remarks)
+            gradients = passes.contributions.take(layout, world, pooled=pooled)
+            if passes.contributions.distorted or world.remarks or not self._warnings.several:
+                self._warnings.taken(passes.contributions.distorted, world.remarks)
         if passes.left_over:
             self._warnings.not_zeroed()
         passes.reset(used=True)
