@@ -35,8 +35,8 @@ BLOCKS = ("granularity", "learner", "alpha", "kappa")  # options that say what t
 LARGEST = 2.0**-40  # alpha is at most this times the largest float, so that sums with it stay finite
 
 
+# Parameters with the same label share a step size.
 def _label(group: dict[str, Any], place: int, param: Tensor | None) -> Hashable:
-    """Parameters with the same label share a step size."""
     match group["granularity"]:
         case "global":
             return "global", group["learner"], group["alpha"], group["kappa"]
@@ -165,7 +165,6 @@ class Blocks:
         self._final_alphas: list[Any] | None = None  # what _alphas returns once alpha of all groups is known
 
     def serves(self, layout: Layout) -> bool:
-        """Whether these are the blocks of this layout with the options that its groups have now."""
         return layout is self.layout and self._options == [
             (*map(g.get, BLOCKS), len(g["params"])) for g in self._groups
         ]
@@ -335,7 +334,6 @@ class Blocks:
         return [*(_stacked(values, layout.like) for values in blocks), *coordinates]
 
     def _alpha(self, group: dict[str, Any], size: int, gate: Gate) -> Any:
-        """Alpha of a block of this size; 0 while it is not known."""
         if group["alpha"] is not None:
             return float(group["alpha"])
         learned = group.get("alpha_learned")
@@ -373,7 +371,6 @@ def _block_sums(family: list[Block], values: Any, gate: Gate) -> Any:
 
 
 def _stacked(values: list[Any], like: Any) -> Any:
-    """A list of one value as that value, of several as a tensor."""
     if len(values) == 1:
         return values[0]
     if any(isinstance(value, Tensor) for value in values):
@@ -390,8 +387,8 @@ def _coordinate_sums(s: Tensor, u: Tensor, n: Tensor, d: Tensor) -> Tensor:
 
 
 def _representable(alpha: Any, dtype: torch.dtype) -> Any:
-    """Alpha in this type, bounded so that the learner's sums do not overflow."""
-    largest = torch.finfo(dtype).max * (2.0**-12 if dtype == torch.float64 else LARGEST)  # 1e150 squared is in range
+    # The learner's sums must not overflow. In float64 the bound is higher: 1e150 squared is in range.
+    largest = torch.finfo(dtype).max * (2.0**-12 if dtype == torch.float64 else LARGEST)
     return alpha.clamp(max=largest).to(dtype) if isinstance(alpha, Tensor) else min(alpha, largest)
 
 

@@ -76,7 +76,6 @@ class Contributions:
         self._change: tuple[Tensor, Tensor] | None = None
 
     def take_over(self, other: Contributions) -> None:
-        """Copy what another layout knows of the parameters that both have."""
         self.is_empty = False
         counts = dict(zip(other.layout.params, other.counts, strict=True))
         self.counts = [counts.get(p, n) for p, n in zip(self.layout.params, self.counts, strict=True)]
@@ -337,9 +336,9 @@ class Contributions:
         self._samples = self.layout.sample(grads)
 
     def _current_versions(self) -> list[int]:
-        """Which tensor each ``.grad`` is, and its version."""
         grads: list[Any] = [_NO_GRAD if p.grad is None else p.grad for p in self.layout.params]
-        # Writing to the local tensor of a DTensor does not raise the version of the DTensor.
+        # Ids tell of another tensor in .grad, versions of a write in place. Writing to the local tensor of a DTensor
+        # does not raise the version of the DTensor.
         pieces = [] if self.layout.plain else [local(g) for g in grads if is_sharded(g)]
         return [*map(id, grads), *map(_version, grads), *map(_version, pieces)]
 
@@ -452,15 +451,13 @@ class Contributions:
 
 
 def _ratio(now: Tensor, before: Tensor) -> Tensor:
-    """now/before, and 1 where before is 0."""
     return torch.where(before > 0, now / torch.where(before > 0, before, 1), torch.ones_like(now))
 
 
 def _starts_nonzero(p: Tensor) -> bool:
-    """Whether the first numbers of ``.grad`` are not all 0. An accelerator is not asked: False."""
     grad: Any = p.grad
     if grad is None or not grad.is_cpu or grad.layout is not torch.strided:
-        return False
+        return False  # an accelerator is not asked
     if type(grad) is not Tensor:
         grad = piece_of(grad.detach(), p)
     return bool((grad if grad.numel() <= PREFIX else grad.reshape(-1)[:PREFIX]).any())

@@ -22,7 +22,6 @@ def zeros(like: Tensor) -> Tensor:
 
 
 def skipped(totals: Tensor) -> Tensor:
-    """The totals after an update that was skipped because a gradient was not finite."""
     one = torch.zeros_like(totals)
     one[ROWS.index("skipped")] = 1
     return totals + one

@@ -56,8 +56,7 @@ class _Plan(NamedTuple):
 
 
 def uses_momentum(group: dict[str, Any]) -> bool:
-    """Whether a group has or has had momentum."""
-    return bool(group["momentum"]) or "momentum_weight" in group
+    return bool(group["momentum"]) or "momentum_weight" in group  # has or has had
 
 
 class Directions:
@@ -166,9 +165,9 @@ class Directions:
         )
 
     def _over_ranks(self, layout: Layout, *products: Numbers) -> list[Numbers]:
-        """Products of this rank's pieces, added up over all ranks in one message."""
         world = self._world()
         params = [layout.params[i] for i in layout.numbered]
+        # One message for all products. A product that is 0 for all tensors is a float.
         own = torch.stack([p[0] if isinstance(p[0], Tensor) else layout.like.expand(len(params)) for p in products])
         return [[row, *p[1:]] for row, p in zip(world.total(params, own), products, strict=True)]
 

@@ -12,7 +12,7 @@ from sgdol import free, metrics, summary
 from sgdol.averaging import weight as weight_in_average
 from sgdol.free import Settings, State
 from sgdol.torch import _checkpoint as checkpoint
-from sgdol.torch._averaging import Unused
+from sgdol.torch._averaging import UnusedAverage
 from sgdol.torch._base import WatchingOptimizer
 from sgdol.torch._checkpoint import FreeBlanks
 from sgdol.torch._free_options import (
@@ -134,7 +134,7 @@ class SGDOLFree(WatchingOptimizer):
         self._left: tuple[Layout, Any] | None = None
         """Where the last step left the parameters."""
         if not hasattr(self, "_unused"):
-            self._unused = Unused(self)
+            self._unused = UnusedAverage(self)
 
     # The public face --------------------------------------------------------------------------------------------------
 

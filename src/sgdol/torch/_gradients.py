@@ -61,7 +61,6 @@ class HeldPair:
         return "held_gradient" in self._state.get(param, ())
 
     def hold(self, params: list[Tensor]) -> None:
-        """Copy the gradients into the state."""
         for p in params:
             buffer = self._spare.pop(p, None)
             if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (p.shape, p.dtype, p.device):
@@ -110,8 +109,7 @@ class HeldPair:
         return Gradients(2, layout, operators, g, n, u, *rows.sum(1))
 
     def _release(self, p: Tensor) -> Tensor | None:
-        """The held gradient, whose memory is kept for the next one; None if there is none."""
         held = self._state[p].pop("held_gradient", None)
         if held is not None:
-            self._spare[p] = held
+            self._spare[p] = held  # memory for the next held gradient
         return held

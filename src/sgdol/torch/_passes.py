@@ -109,7 +109,7 @@ class Passes:
         self._kinds = list(map(self._kind, self._params))
 
     def watch(self) -> None:
-        """Hook all accumulators: a parameter that was frozen or changed its type has a new one."""
+        # Called again for parameters that were frozen or changed their type: they have new accumulators.
         here = self._finder.here
         for p, tap in zip(self._params, self._taps, strict=True):
             if type(p) in ORDINARY and p.requires_grad and p.is_leaf and not here.spread:
@@ -118,7 +118,6 @@ class Passes:
                 here.tap(p, tap, Listener(self, id(p)))
 
     def remove(self) -> None:
-        """Stop watching."""
         remove(self._taps)
 
     def parameters_changed(self) -> bool:
@@ -126,8 +125,8 @@ class Passes:
         return self._kinds != list(map(self._kind, self._params))
 
     def reset(self, *, used: bool = False) -> None:
-        """Forget the passes: a step has used their gradients, which may still be in ``.grad``, or they are zeroed."""
         self._after_step, self.left_over = used, False
+        # A step has used the gradients, which may still be in .grad; else they are zeroed.
         self.contributions.thrown_away = not used and any(self.contributions.counts)
         self.overlapping = False  # True if backward passes ran in several threads at the same time
         self.origins = []
@@ -137,7 +136,6 @@ class Passes:
             self._end_pass()
 
     def _end_pass(self) -> None:
-        """No backward is running."""
         self._engine_call: Any = None  # the frame of the outermost engine call; True if there is a pass but no frame
         self._graph_tasks: set[int] = set()
         self._first_task = -1
@@ -168,7 +166,6 @@ class Passes:
         return any(p.grad is not None and p not in seen for p in params)
 
     def refuse_uncounted(self, name: str) -> None:
-        """Raise if passes went by uncounted: autograd was compiled, or several passes ran at the same time."""
         if self.compiled:
             self.compiled = False
             self.reset()
@@ -184,9 +181,9 @@ class Passes:
             )
 
     # While a backward runs --------------------------------------------------------------------------------------------
+    # arrived, begun and reduced are what the hooks call: see sgdol.torch._world.Listener.
 
     def arrived(self, index: int, gradient: Tensor) -> None:
-        """This rank's own gradient of a parameter, which autograd is about to add to ``.grad``."""
         if gradient.layout != torch.strided:
             return
         task = graph_task()
@@ -208,13 +205,11 @@ class Passes:
             self._measure(row, gradient.detach() if gradient.requires_grad else gradient)
 
     def begun(self, index: int) -> None:
-        """A backward has reached a sharded parameter, whose gradient comes later."""
         task = graph_task()
         if task not in self._graph_tasks:
             self._begin(task, index)
 
     def reduced(self, index: int) -> None:
-        """A sharded parameter's gradient, averaged over the ranks, has been added to ``.grad``."""
         row = self._rows[index]
         task = graph_task()
         if task not in self._graph_tasks:
@@ -287,7 +282,7 @@ class Passes:
         after_backward(close)
 
     def _start(self, index: int) -> None:
-        """A pass begins, before anything is added to ``.grad``."""
+        # Nothing has been added to .grad yet.
         self.world = world = self._finder.world if is_distributed() else self._finder.here
         again = self.contributions.begin(world)
         if not again:
@@ -307,11 +302,10 @@ class Passes:
                     self._before[i] = piece_of(p.grad, p).clone()
 
     def _task_ended(self, task: int, is_inner: bool) -> None:
-        """A graph task has ended, and the gradients of all ranks are averaged."""
         if task not in self._graph_tasks:
             return
         with torch.no_grad():
-            if not is_inner:
+            if not is_inner:  # and the gradients of all ranks are averaged
                 self._close()
             elif self._measuring:
                 # If the outermost graph task reaches no parameter itself, no callback tells of its end, and the user
@@ -341,7 +335,6 @@ def _kind_of_lazy(p: Tensor) -> Any:
 
 
 def is_dense(p: Tensor) -> bool:
-    """Whether ``.grad`` is there and not sparse."""
     return p.grad is not None and p.grad.layout == torch.strided
 
 
@@ -406,7 +399,6 @@ def outermost_engine_call() -> tuple[FrameType | None, bool]:
 
 
 def is_running(call: FrameType) -> bool:
-    """Whether a frame is on the stack of any thread."""
     for frame in sys._current_frames().values():
         outer: FrameType | None = frame
         while outer is not None:

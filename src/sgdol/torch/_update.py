@@ -81,9 +81,9 @@ def move(
         xs: Any = params[entry.start : entry.stop]
         v, scale, eta, decays = d[e], scales[e], etas[e], None
         if not isinstance(eta, float):
-            eta = gate.weight(eta)
+            eta = gate.weight(eta)  # 0 if the update does not count
             eta = gate.number(eta.reshape(())) if eta.numel() == 1 else eta
-        if isinstance(eta, Tensor) and eta.dim():
+        if isinstance(eta, Tensor) and eta.dim():  # one step size per tensor or per coordinate
             if not entry.coordinates:
                 eta = layout.spread(e, eta)
             if decay:
@@ -92,7 +92,7 @@ def move(
             if is_array and not decay and not isinstance(scale, Tensor):
                 xs[0].addcmul_(v, eta, value=scale if group["maximize"] else -scale)  # in one pass over memory
                 continue
-            v, factor = v * (eta * scale).to(v.dtype), 1.0
+            v, factor = v * (eta * scale).to(v.dtype), 1.0  # the factor is rounded once
         else:
             factor = eta * scale
             if decay:
@@ -100,7 +100,7 @@ def move(
         ds = layout.parts(e, v, to_read=True)
         factor = factor if group["maximize"] else -factor
         if isinstance(factor, float) and decays is None and xs[0].dtype == v.dtype:
-            torch._foreach_add_(xs, ds, alpha=factor)
+            torch._foreach_add_(xs, ds, alpha=factor)  # the usual case: one kernel for many tensors
         else:
             _move_tensors(xs, ds, factor, decays, entry.dtype)
 
