@@ -143,7 +143,7 @@ class UnusedAverage:
     def __init__(self, optimizer: object) -> None:
         self.steps = 0
         self.asked = False
-        weakref.finalize(optimizer, self._warn)  # at the latest when the program ends
+        weakref.finalize(optimizer, self._warn)  # called at the latest when the program ends
 
     def _warn(self) -> None:
         if self.steps >= self.MANY and not self.asked:

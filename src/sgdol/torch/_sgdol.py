@@ -171,7 +171,7 @@ class SGDOL(WatchingOptimizer):
                 "momentum; sgdol.SGDOLFree needs neither (experimental)"
             )
         self._prepare()
-        self._blank = False
+        self._has_blanks = False
         super().__init__(params, self._catalogue.defaults)
 
     @property
@@ -282,6 +282,7 @@ class SGDOL(WatchingOptimizer):
         pair, passes, groups = self._pair, self._passes, self.param_groups
         assert passes is not None
         pending = groups[0].get("pending", False)
+        # A parameter takes part if it has a gradient now or in the first half of the pair.
         members = [
             [p for p in group["params"] if p.grad is not None or (pending and pair.holds(p))] for group in groups
         ]
@@ -299,16 +300,17 @@ class SGDOL(WatchingOptimizer):
             # torch.distributed.checkpoint makes the state by a step() with gradients of 0.
             if checkpoint.is_creating(groups, params, k, world):
                 checkpoint.create(groups, self.state, self._blanks)
-                self._blank = True
+                self._has_blanks = True
                 return None
-        if self._blank:  # that state was made before any update: it is made anew of the first gradient
-            self._blank, self._blocks = False, None
+        if self._has_blanks:  # that state has held gradients which nobody holds, and the blocks have read it
+            self._has_blanks, self._blocks = False, None
             checkpoint.drop_blanks(self.state, pending)
         layout, blocks = self._layout, self._blocks
         if layout is None or not layout.serves(members):
             layout = self._layout_of(members)
         if blocks is None or not blocks.serves(layout):
             blocks = self._blocks = Blocks(groups, layout, self.state, self._catalogue.learner_of, self._world)
+        # One block on the host: the learner takes one Python float for all tensors.
         pooled = self._host and layout.like.is_cpu and world.alone and blocks.pooled()
         gradients = None
         paper = any(group["estimator"] == "paper" for group in groups)  # its pairs are of two steps, also on many ranks
@@ -384,10 +386,10 @@ class SGDOL(WatchingOptimizer):
         )
 
     def _measured(self) -> Measured:
-        pairs = any(
-            group["estimator"] == "paper" or group["granularity"] == "coordinate" for group in self.param_groups
-        )
-        return "mean" if pairs else super()._measured()
+        for group in self.param_groups:
+            if group["estimator"] == "paper" or group["granularity"] == "coordinate":
+                return "mean"  # held gradients, and arrays of coordinates, are those of the sharded .grad
+        return super()._measured()
 
     @property
     def _metric_of(self) -> Callable[[dict[str, Any]], Metric]:
@@ -430,7 +432,7 @@ class SGDOL(WatchingOptimizer):
                 "starts anew. torch.distributed.checkpoint drops what the optimizer does not have: let it load into a "
                 "new optimizer."
             )
-        self._blank = False
+        self._has_blanks = False
         checkpoint.drop_blanks(self.state, self.pending)
         share(self.param_groups)
         assert self._passes is not None
@@ -452,5 +454,5 @@ class SGDOL(WatchingOptimizer):
         if "defaults" in state:  # unpickled or copied: new parameters, which have no hooks yet
             warned = self._warned
             self._prepare()
-            self._warned, self._blank = warned, False
+            self._warned, self._has_blanks = warned, False
             self._assemble()
