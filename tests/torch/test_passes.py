@@ -656,7 +656,7 @@ def test_a_large_parameter_without_a_gradient_does_not_make_the_others_keep_thei
         for weight in noise:
             for p in (used, twin):
                 (p.square() * weight).sum().backward()
-        assert not (opt.state and 0 in opt._passes.known._vectors)
+        assert not (opt.state and 0 in opt._passes.contributions._vectors)
         for optimizer in (opt, other):
             optimizer.step()
             optimizer.zero_grad()
