@@ -61,8 +61,8 @@ class Warnings:
         if distorted:
             self._say(
                 "between backward() and step(), .grad was changed in another way than by multiplying whole tensors "
-                "(added noise, clamped entries, a post-accumulate hook that clips). The noise of the gradients can no longer "
-                "be estimated, and the step size is wrong. These changes are supported: clip_grad_norm_ after the last "
+                "(added noise, clamped entries, a post-accumulate hook that clips). The noise of the gradients can no "
+                "longer be estimated, and the step size is wrong. These changes are supported: clip_grad_norm_ after the last "
                 "backward(); Tensor.register_hook, which changes each gradient before it is measured; and, with SGDOL "
                 "and one backward() per step(), any change."
             )
