@@ -62,9 +62,9 @@ class Warnings:
             self._say(
                 "between backward() and step(), .grad was changed in another way than by multiplying whole tensors "
                 "(added noise, clamped entries, a post-accumulate hook that clips). The noise of the gradients can no "
-                "longer be estimated, and the step size is wrong. These changes are supported: clip_grad_norm_ after the last "
-                "backward(); Tensor.register_hook, which changes each gradient before it is measured; and, with SGDOL "
-                "and one backward() per step(), any change."
+                "longer be estimated, and the step size is wrong. These changes are supported: clip_grad_norm_ after "
+                "the last backward(); Tensor.register_hook, which changes each gradient before it is measured; and, "
+                "with SGDOL and one backward() per step(), any change."
             )
         for message in from_world:
             self._say(message)
