@@ -11,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
+import processes
 import pytest
 
 import sgdol
@@ -26,9 +27,7 @@ def run(*arguments, blocked=()):
     block = f"import sys; sys.modules.update(dict.fromkeys({list(blocked)!r})); "
     program = f"{block}sys.argv[0] = 'sgdol'; from sgdol.__main__ import main; main()"
     environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1", "JAX_PLATFORMS": "cpu"}
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment, check=False
-    )
+    return processes.run([sys.executable, "-c", program, *arguments], env=environment)
 
 
 def call(monkeypatch, capsys, *arguments):
@@ -152,7 +151,7 @@ def test_an_interrupt_says_how_to_continue():
         "def interrupted(*_): raise KeyboardInterrupt\n"
         "data.describe = interrupted; sys.argv = ['sgdol', 'data']; cli.main()"
     )
-    stopped = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    stopped = processes.run([sys.executable, "-c", program])
     assert (stopped.returncode, stopped.stderr.splitlines()) == (130, [INTERRUPTED])
 
 
@@ -193,7 +192,7 @@ def test_an_interrupt_ends_in_one_line_while_experiments_run(tmp_path):
         "from sgdol.__main__ import main; main()"
     )
     command = [sys.executable, "-c", program, "reproduce", "--quick", "--horizon", "50", "--out", str(tmp_path)]
-    stopped = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    stopped = processes.run(command)
     assert (stopped.returncode, stopped.stderr.splitlines()) == (130, [INTERRUPTED])
 
 
@@ -204,7 +203,7 @@ def test_an_interrupt_that_the_parent_ignores_is_ignored():
         "data.describe = lambda: (os.kill(os.getpid(), signal.SIGINT), describe())[1]\n"
         "from sgdol.__main__ import main; main()"
     )
-    went_on = subprocess.run([sys.executable, "-c", program, "data"], capture_output=True, text=True, check=False)
+    went_on = processes.run([sys.executable, "-c", program, "data"])
     assert (went_on.returncode, went_on.stderr) == (0, "")
     assert "32,561 rows" in went_on.stdout
 
@@ -239,8 +238,7 @@ def test_data_describes_exports_and_checks(monkeypatch, capsys, tmp_path):
 
 
 def test_python_m_sgdol_is_the_same_program():
-    done = subprocess.run([sys.executable, "-m", "sgdol", "--version"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, f"sgdol {sgdol.__version__}")
+    assert processes.output([sys.executable, "-m", "sgdol", "--version"]) == f"sgdol {sgdol.__version__}\n"
 
 
 def test_env_prints_versions_for_a_bug_report_and_no_path(monkeypatch, capsys):
@@ -283,13 +281,8 @@ def piped(stdout=subprocess.PIPE, **environment):
         "data.describe = lambda *_: 'E‖∇f‖² under σ: “1.2 × 10⁻⁷” (≤ 2) ☃\\n' * 5000\n"
         "sys.argv = ['sgdol', 'data']; cli.main()"
     )
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        env=os.environ | environment,
-        check=False,
-    )
+    environment = os.environ | environment
+    return processes.run([sys.executable, "-c", program], stdout=stdout, env=environment, text=False)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])

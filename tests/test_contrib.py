@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import output
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
@@ -54,14 +54,13 @@ def patched(package: str, folder: Path) -> Path:
         pytest.skip(f"{package} is not installed")
     shutil.copytree(Path(found.origin).parent, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     patch = ROOT / "contrib" / f"{package}.patch"
-    subprocess.run(["git", "apply", "--exclude=docs/*", str(patch)], cwd=folder, check=True)
+    output(["git", "apply", "--exclude=docs/*", patch], cwd=folder)
     return folder
 
 
 def run(folder: Path, *command: str) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{SRC}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    output([sys.executable, *command], cwd=folder, env=environment)
 
 
 @pytest.mark.slow
@@ -76,6 +75,7 @@ def test_the_patch_for_optax_computes_what_sgdol_jax_does(tmp_path):
     run(patched("optax", tmp_path), "-c", AGREES)
 
 
+@pytest.mark.slow
 def test_the_patch_for_pytorch_optimizer_passes_its_tests(tmp_path):
     folder = patched("pytorch_optimizer", tmp_path)
     run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_sgdol.py")

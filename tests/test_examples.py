@@ -2,20 +2,37 @@
 
 import os
 import re
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from processes import output, run_here, script
+from ranks import on_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(*command: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # an example sets its own
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(name: str, *arguments: str) -> str:
+    return script(EXAMPLES / f"{name}.py", *arguments)
+
+
+def run_alone(name: str, **environment: str) -> str:
+    """In a process that is started for it."""
+    return output([sys.executable, EXAMPLES / f"{name}.py"], env=os.environ | environment)
+
+
+def run_on_ranks(name: str) -> str:
+    """On two, what the first prints."""
+    port = 20000 + os.getpid() % 10000  # below those that the system hands out
+    return on_ranks(run_as_torchrun_does, 2, str(EXAMPLES / f"{name}.py"), port, connected=False)[0]
+
+
+def run_as_torchrun_does(rank: int, world: int, path: str, port: int) -> str:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
+    with tempfile.TemporaryDirectory() as folder:
+        run_here(Path(path), (), f"{folder}/said")
+        return Path(f"{folder}/said").read_text()
 
 
 def accuracies(output: str) -> list[float]:
@@ -25,71 +42,71 @@ def accuracies(output: str) -> list[float]:
 @pytest.mark.parametrize("name", ["ordinary_loop", "microbatches", "without_smoothness"])
 def test_training_reaches_a_good_accuracy(name):
     """SGD with the same lr reaches 0.96 to 0.97 here, SGDOLFree 0.98; the threshold leaves room for other roundings."""
-    output = run(str(EXAMPLES / f"{name}.py"))
-    assert accuracies(output)[-1] > 0.94
-    assert "step size" in output
+    said = run(name)
+    assert accuracies(said)[-1] > 0.94
+    assert "step size" in said
 
 
 def test_ddp_trains_with_two_gradients_per_update():
-    output = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "ddp.py"))
-    assert accuracies(output)[-1] > 0.92
-    assert "2 gradients per update" in output
+    said = run_on_ranks("ddp")
+    assert accuracies(said)[-1] > 0.92
+    assert "2 gradients per update" in said
 
 
 def test_fsdp_trains_and_resumes_from_a_checkpoint():
     """Three epochs of 47 updates are saved; twice as many microbatches per update as there are ranks."""
-    output = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "fsdp.py"))
-    assert accuracies(output)[-1] > 0.9
-    assert "4 gradients per update" in output
-    assert "resumed after 141 updates" in output
+    said = run_on_ranks("fsdp")
+    assert accuracies(said)[-1] > 0.9
+    assert "4 gradients per update" in said
+    assert "resumed after 141 updates" in said
 
 
 def test_resuming_is_exact():
-    output = run(str(EXAMPLES / "save_and_resume.py"))
-    assert "in the middle of a pair: True" in output
-    assert "the same to the last bit: True" in output
+    said = run("save_and_resume")
+    assert "in the middle of a pair: True" in said
+    assert "the same to the last bit: True" in said
 
 
 @pytest.mark.slow  # tests/trainers has the same by equality; these start a framework each
 @pytest.mark.parametrize("name", ["lightning_digits", "huggingface_digits", "accelerate_digits"])
 def test_trainers_train_with_two_gradients_per_update(name):
     """All three end between 0.949 and 0.976; the threshold leaves room for other roundings."""
-    output = run(str(EXAMPLES / f"{name}.py"))
-    assert accuracies(output)[-1] > 0.92
-    assert "2 gradients per update" in output
-    assert "the same to the last bit: True" in output or name != "accelerate_digits"
-    step_sizes = [float(value) for value in re.findall(r"step size ([\d.]+)", output)]
+    said = run(name)
+    assert accuracies(said)[-1] > 0.92
+    assert "2 gradients per update" in said
+    assert "the same to the last bit: True" in said or name != "accelerate_digits"
+    step_sizes = [float(value) for value in re.findall(r"step size ([\d.]+)", said)]
     assert 0 < step_sizes[-1] <= step_sizes[0] <= 0.5  # the default holds on to lr while it is not too long
 
 
 def test_tensorboard_gets_the_history_and_a_figure_is_drawn(tmp_path):
-    output = run(str(EXAMPLES / "tensorboard_digits.py"), str(tmp_path))
-    assert "50 records" in output
+    assert "50 records" in run("tensorboard_digits", str(tmp_path))
     assert len(list(tmp_path.glob("events.out.*"))) == 1
     assert (tmp_path / "learned.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_optax_trains_with_microbatches():
     """It ends at 0.960 here, on an average of the iterates; the threshold leaves room for other roundings."""
-    output = run(str(EXAMPLES / "optax_loop.py"))
-    assert accuracies(output)[-1] > 0.94
-    step_sizes = [float(value) for value in re.findall(r"step size ([\d.]+)", output)]
+    said = run_alone("optax_loop")
+    assert accuracies(said)[-1] > 0.94
+    step_sizes = [float(value) for value in re.findall(r"step size ([\d.]+)", said)]
     assert 0 < step_sizes[-1] <= step_sizes[0] <= 0.5  # the default holds on to lr while it is not too long
 
 
 def test_optax_trains_on_four_devices_with_four_gradients_per_update():
     """It ends at 0.966 here; the threshold leaves room for other roundings."""
-    output = run(str(EXAMPLES / "optax_sharded.py"))
-    assert accuracies(output)[-1] > 0.94
-    assert "4 gradients per update" in output
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"  # where there are flags it adds none
+    said = run_alone("optax_sharded", XLA_FLAGS=flags)
+    assert accuracies(said)[-1] > 0.94
+    assert "4 gradients per update" in said
 
 
 def test_opacus_trains_within_its_budget():
     """It ends at 0.902 here, seed fixed; the threshold leaves room for other roundings, which change all the noise."""
     pytest.importorskip("opacus", reason="Opacus is not installed: pip install 'sgdol[private]'")
-    output = run(str(EXAMPLES / "private_opacus.py"))
-    assert accuracies(output)[-1] > 0.8
-    assert 2.9 < float(re.findall(r"epsilon ([\d.]+)", output)[-1]) <= 3.0
+    said = run("private_opacus")
+    assert accuracies(said)[-1] > 0.8
+    assert 2.9 < float(re.findall(r"epsilon ([\d.]+)", said)[-1]) <= 3.0
 
 
 # With fewer steps than the programs make by themselves: what is printed at the end, and a bound that leaves room for
@@ -105,20 +122,18 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_in_the_shape_of_a_known_script_trains(name):
     arguments, words, is_good = LOOPS[name]
-    found = re.findall(words, run(str(EXAMPLES / f"{name}.py"), *arguments))
+    found = re.findall(words, run(name, *arguments))
     assert is_good(float(found[-1])), found
 
 
 def test_a_gan_trains_both_networks_to_the_end():
-    output = run(str(EXAMPLES / "loop_gan.py"), "--steps", "100")
-    assert "averaged weights: share" in output
+    assert "averaged weights: share" in run("loop_gan", "--steps", "100")
 
 
 @pytest.mark.slow  # it starts a framework
 def test_a_lora_trainer_trains():
     """It ends at 0.956 here; without the adapters, and at their start, the loss is above 5."""
-    output = run(str(EXAMPLES / "loop_lora.py"))
-    assert float(re.findall(r"test loss ([\d.]+)", output)[-1]) < 2
+    assert float(re.findall(r"test loss ([\d.]+)", run("loop_lora"))[-1]) < 2
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("loop_*.py")), ids=lambda path: path.stem)

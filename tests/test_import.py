@@ -1,11 +1,11 @@
 """What ``import sgdol`` costs and gives, mostly in processes of their own, where nothing is imported yet."""
 
 import importlib.metadata
-import subprocess
 import sys
 import textwrap
 
 import pytest
+from processes import output
 
 import sgdol
 
@@ -26,9 +26,7 @@ sys.meta_path.insert(0, Missing())
 def run(program: str, *, frameworks: bool = True) -> str:
     """What the program prints, in a fresh interpreter in which torch and jax may be missing."""
     program = ("" if frameworks else WITHOUT_FRAMEWORKS) + textwrap.dedent(program)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return output([sys.executable, "-c", program]).strip()
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax", "optax"])

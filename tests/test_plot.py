@@ -2,13 +2,13 @@
 
 import base64
 import math
-import subprocess
 import sys
 
 import matplotlib as mpl
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from processes import LIMIT, output
 
 import sgdol
 
@@ -162,8 +162,7 @@ def test_matplotlibs_global_state_is_left_alone():
         "import sys, sgdol; sgdol.plot([{'step_size': 0.5}]); assert callable(sgdol.plot); "
         "print('matplotlib.pyplot' in sys.modules, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    assert output([sys.executable, "-c", program]).split() == ["False", "False"]
     assert figure.canvas.manager is None
 
 
@@ -208,8 +207,7 @@ def test_a_notebook_shows_the_figure_as_it_is():
         "import sgdol\nsgdol.plot([{'step': t, 'step_size': 1 / t, 'skipped': 0} for t in range(1, 9)])"
     )
     notebook = nbformat.v4.new_notebook(cells=[cell])
-    # No fixed limit that a loaded machine exceeds: starting a kernel is all that takes time.
-    nbclient.NotebookClient(notebook, timeout=None, startup_timeout=600).execute()
+    nbclient.NotebookClient(notebook, timeout=LIMIT / 2, startup_timeout=LIMIT / 2).execute()
     pictures = [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
     assert len(pictures) == 1
     assert base64.b64decode(pictures[0]).startswith(b"\x89PNG")

@@ -70,6 +70,12 @@ class Rotated:
         turned = rotate(gradient.reshape(self.values.shape), self.left, self.right)
         return rotate_back(turned / self.values, self.left, self.right).reshape(gradient.shape)
 
+    def half(self, gradient: Array) -> Array:
+        """D^(-1/2) g, in the basis."""
+        return (rotate(gradient.reshape(self.values.shape), self.left, self.right) / sqrt(self.values)).reshape(
+            gradient.shape
+        )
+
     def flat(self, vector: Array) -> Array:
         """D v."""
         turned = rotate(vector.reshape(self.values.shape), self.left, self.right)

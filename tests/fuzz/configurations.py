@@ -46,7 +46,6 @@ class Run:
         self.source = self.pick("microbatches", "pairs", "closure")
         if any(group.estimator == "paper" for group in self.groups):
             self.source = "pairs"  # the paper's estimator takes one backward per step
-        self.foreach = self.pick(None, True, False)
         self.on_device = self.pick(False, False, True)
         """Whether ``torch.where`` decides, as on an accelerator."""
         self.comes_and_goes = self.pick(False, False, True) and all(self.sizes)
@@ -115,7 +114,7 @@ class Run:
             options = {name: value for name, value in vars(group).items() if name not in learned}
             params = [self.params[t] for t in group.tensors]
             groups.append({**options, "params": params, "learner": LEARNERS[group.learner]()})
-        opt = SGDOL(groups, lr=1.0, foreach=self.foreach)
+        opt = SGDOL(groups, lr=1.0)
         opt._host = not self.on_device
         return opt
 
@@ -209,7 +208,7 @@ class Run:
         return float(np.max(np.abs(found - truth)) / max(1.0, np.max(np.abs(truth))))
 
     def __str__(self) -> str:
-        options = ("source", "foreach", "on_device", "comes_and_goes", "groups")
+        options = ("source", "on_device", "comes_and_goes", "groups")
         shapes = [t.shape for t in self.tensors]
         return f"shapes {shapes}, " + ", ".join(f"{name} {getattr(self, name)}" for name in options)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from processes import output
 from written import WrittenResults, write_folder
 
 from sgdol.paper import claims, figures, report
@@ -91,7 +91,5 @@ def reproduction(shared, cached):
         if not said.exists():
             write_small_data(data)
             command = [sys.executable, "-m", "sgdol", "reproduce", *words, "--out", str(folder)]
-            done = subprocess.run(command, env=cached, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
-            said.write_text(done.stdout)
+            said.write_text(output(command, env=cached))
     return SimpleNamespace(folder=folder, arguments=arguments, words=words, stdout=said.read_text())

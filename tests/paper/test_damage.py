@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import output
 
 from sgdol.paper.configuration import ResultsError
 from sgdol.paper.files import seal
@@ -138,8 +138,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_what_was_there(written_folder, t
         "try: results.write(results.curves_path('rosenbrock', 'sigma=5', 'Adam'), dataset, 'key')\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("ResultsError cannot write")
-    assert "adam.nc: File too large; what was written before is whole" in done.stdout
+    said = output([sys.executable, "-c", program, folder])
+    assert said.startswith("ResultsError cannot write")
+    assert "adam.nc: File too large; what was written before is whole" in said
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

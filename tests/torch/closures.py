@@ -1,10 +1,18 @@
-"""Closures, as ``opt.step(closure)`` takes them: zero the gradients, run the backward passes, return the loss."""
+"""Steps of a loop, and closures as ``opt.step(closure)`` takes them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def one_step(opt: torch.optim.Optimizer, losses: Iterable[Tensor]) -> None:
+    """One backward pass for each loss, a step, and no gradients any more."""
+    for loss in losses:
+        loss.backward()
+    opt.step()
+    opt.zero_grad()
 
 
 def closure_of(

@@ -1,9 +1,12 @@
 """Combinations of options: all pairs of values, in few rows, and a sample of the rest."""
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import pytest
 
 
 def all_pairs(
@@ -25,7 +28,7 @@ def all_pairs(
     def pairs(found: dict[str, int]) -> set[tuple[Any, ...]]:
         return {(a, found[a], b, found[b]) for a, b in itertools.combinations(names, 2)}
 
-    possible = set().union(*(pairs(row()) for _ in range(4000)))
+    possible = set().union(*(pairs(row()) for _ in range(min(4000, 10 * math.prod(map(len, table.values()))))))
     rows = []
     while possible:
         best = max((row() for _ in range(60)), key=lambda found: len(pairs(found) & possible))
@@ -33,6 +36,12 @@ def all_pairs(
             rows.append(best)
             possible -= pairs(best)
     return [{name: table[name][i] for name, i in found.items()} for found in rows]
+
+
+def pairwise(**table: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test with rows in which every two values of two arguments occur together."""
+    rows = all_pairs(table)
+    return pytest.mark.parametrize(tuple(table), [tuple(row.values()) for row in rows], ids=map(name, rows))
 
 
 def sample(
@@ -50,4 +59,5 @@ def sample(
 
 def name(row: Mapping[str, Any]) -> str:
     """A row as the name of a test."""
-    return "-".join(str(value) for value in row.values())
+    words = (value if isinstance(value, tuple) else (value,) for value in row.values())
+    return "-".join(" ".join(getattr(each, "__name__", str(each)) for each in several) for several in words)

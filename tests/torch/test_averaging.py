@@ -8,7 +8,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from sgdol import SGDOL
-from sgdol.torch import averaged_weights, polynomial_average, random_iterate
+from sgdol.torch import averaged_weights, backward, polynomial_average, random_iterate
 
 pytestmark = pytest.mark.filterwarnings("ignore:SGDOL got one backward")  # pairs are among what is tested
 
@@ -340,17 +340,19 @@ def test_before_the_first_update_the_average_is_the_weights():
         assert torch.equal(params[0], torch.ones(3).double())
 
 
-def test_resuming_goes_on_with_the_same_average():
-    params, again = two_parameters(), two_parameters()
-    opt = SGDOL(params, lr=0.1, averaging=8, momentum=0.9)
-    steps(opt, params, 3)
-    with torch.no_grad():
-        for p, q in zip(params, again, strict=True):
-            q.copy_(p)
-    other = SGDOL(again, lr=0.1, averaging=8, momentum=0.9)
-    other.load_state_dict(opt.state_dict())
-    steps(opt, params, 3, seed=5)
-    steps(other, again, 3, seed=5)
-    for p, q in zip(params, again, strict=True):
-        assert torch.equal(p, q)
-        assert torch.equal(opt.state[p]["average"], other.state[q]["average"])
+def test_the_averaged_state_of_a_model_has_the_averages_and_leaves_the_model_as_it_is():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    opt = SGDOL(model.parameters(), lr=0.1, averaging=0)
+    for _ in range(3):
+        backward(lambda x: (model(x) * x[:, :2]).mean(), torch.randn(8, 3))
+        opt.step()
+        opt.zero_grad()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = opt.averaged_state_dict(model)
+    with opt.averaged():
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+    assert saved.keys() == before.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)
+    assert not torch.equal(saved["0.weight"], before["0.weight"])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from closures import closure_of
+from closures import closure_of, one_step
 from torch.nn.functional import cross_entropy
 
 from sgdol import SGDOL
@@ -33,10 +33,7 @@ def batches():
 
 def microbatches(model, opt, batches):
     for inputs, targets in batches:
-        for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
-            (cross_entropy(model(x), y) / 2).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (cross_entropy(model(x), y) / 2 for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True)))
     return [x for inputs, _ in batches for x in inputs.chunk(2)]
 
 

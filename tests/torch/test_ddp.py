@@ -3,12 +3,12 @@
 import itertools
 import warnings
 from contextlib import nullcontext
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import launch, tensors
+from closures import one_step
+from ranks import on_ranks, reductions, tensors
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -73,15 +73,8 @@ def train(
 ) -> dict:
     net = DistributedDataParallel(model(branches=branches), **(ddp or {}))
     opt = SGDOL(net.parameters(), **{**SENSITIVE, **options})
-    reduced: list[int] = []
-    all_reduce = dist.all_reduce
-
-    def counted(tensor, *args, **kwargs):
-        reduced.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
     step_sizes = []
-    with mock.patch.object(dist, "all_reduce", counted):
+    with reductions() as reduced:
         for step in range(STEPS):
             mine = batches(step, world * microbatches)[rank::world]
             for i, x in enumerate(mine):
@@ -109,9 +102,7 @@ def hooked(rank: int, world: int, register) -> dict:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for step in range(STEPS):
-            objective(net, batches(step, world)[rank]).backward()
-            opt.step()
-            opt.zero_grad()
+            one_step(opt, [objective(net, batches(step, world)[rank])])
     return {
         "params": [p.detach().clone() for p in net.parameters()],
         "said": [str(w.message) for w in said if "communication hook" in str(w.message)],
@@ -151,18 +142,13 @@ def refused(rank: int, world: int) -> dict[str, str]:
     return errors
 
 
-def worker(rank: int, world: int, folder: str, cases: dict[str, dict]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    try:
-        done = {name: train(rank, world, **case) for name, case in cases.items()}
-        done["half"] = hooked(rank, world, lambda net: net.register_comm_hook(None, default_hooks.fp16_compress_hook))
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-        done["power"] = hooked(rank, world, lambda net: net.register_comm_hook(state, powerSGD_hook.powerSGD_hook))
-        done["refused"] = refused(rank, world)
-        torch.save(done, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def everything(rank: int, world: int) -> dict[str, Any]:
+    done = {name: train(rank, world, **case) for name, (case, _) in CASES[world].items()}
+    done["half"] = hooked(rank, world, lambda net: net.register_comm_hook(None, default_hooks.fp16_compress_hook))
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    done["power"] = hooked(rank, world, lambda net: net.register_comm_hook(state, powerSGD_hook.powerSGD_hook))
+    done["refused"] = refused(rank, world)
+    return done
 
 
 SIZE = sum(p.numel() for p in model().parameters())
@@ -211,12 +197,9 @@ whether a pass reached it, and Q of each coordinate where that is asked for."""
 
 
 @pytest.fixture(scope="module", params=list(CASES))
-def results(request, tmp_path_factory) -> tuple[int, list[dict]]:
+def results(request) -> tuple[int, list[dict]]:
     """All runs of one world size in one set of processes: starting them is what takes the time."""
-    world, folder = request.param, tmp_path_factory.mktemp("ddp")
-    cases = {name: settings for name, (settings, _) in CASES[world].items()}
-    launch(worker, (world, str(folder), cases), world)
-    return world, [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+    return request.param, on_ranks(everything, request.param)
 
 
 def test_all_ranks_hold_the_same_bits(results):

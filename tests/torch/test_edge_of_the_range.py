@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from closures import one_step
 
 from sgdol import SGDOL
 from sgdol.learners import FTRL
@@ -42,7 +43,7 @@ def trajectory(scale: float, dtype: torch.dtype, passes: int, options: dict) -> 
 @pytest.mark.parametrize(
     ("name", "passes"), [(name, k) for name in OPTIONS for k in (1, 2) if (name, k) != ("paper", 2)]
 )
-@pytest.mark.parametrize("power", [-100, -60, 60, 100, -498, 498])
+@pytest.mark.parametrize("power", [-100, 100, -498, 498])
 def test_the_trajectory_is_the_scaled_one(power, name, passes):
     """Powers of two, so that nothing is rounded but sums; float32's lose about 1e-6 of u, which is a difference."""
     options = OPTIONS[name]
@@ -65,10 +66,7 @@ def test_the_largest_regulariser_keeps_the_step_size_at_lr(name, granularity, le
     x = torch.nn.Parameter(torch.randn(5))
     opt = SGDOL([x], lr=0.01, granularity=granularity, learner=learner, **{name: 1e308})
     for _ in range(5):
-        for _ in range(2):
-            (x * x / 2 + x * torch.randn(5)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, ((x * x / 2 + x * torch.randn(5)).sum() for _ in range(2)))
     assert torch.isfinite(x).all()
     assert float(opt.param_groups[0]["step_size"]) == pytest.approx(0.01, rel=1e-6)
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from closures import closure_of
+from closures import closure_of, one_step
 from pairs import all_pairs, name, sample
 
 from sgdol import PAPER, SGDOL, reference
@@ -102,7 +102,6 @@ OPTIONS = {
     "statistics": ["direction", "gradient"],
     "metric": ["euclidean", "rms", "adagrad"],
     "learner": ["ftrl", "measured"],
-    "foreach": [None, False, True],
 }
 LEARNERS = {"ftrl": FTRL(), "measured": MeasuredCurvature()}
 
@@ -122,7 +121,7 @@ def regulariser(alpha: str | float) -> dict[str, float | None]:
 @pytest.mark.parametrize("row", [*all_pairs(OPTIONS, allowed), *sample(OPTIONS, 40, allowed)], ids=name)
 def test_agrees_with_the_reference(row):
     options = dict(row)
-    source, k, foreach = (options.pop(key) for key in ("source", "k", "foreach"))
+    source, k = (options.pop(key) for key in ("source", "k"))
     gradients, params = vectors(k), parameters()
     granularity, learner = options.pop("granularity"), options.pop("learner")
     options |= regulariser(options["alpha"])
@@ -135,9 +134,7 @@ def test_agrees_with_the_reference(row):
         learner=learner,
         **options,
     )
-    found = run(
-        source, gradients, params, granularity=granularity, foreach=foreach, learner=LEARNERS[learner], **options
-    )
+    found = run(source, gradients, params, granularity=granularity, learner=LEARNERS[learner], **options)
     np.testing.assert_allclose(found, expected.iterates, rtol=1e-12, atol=1e-12)
 
 
@@ -215,10 +212,7 @@ def test_the_average_agrees_with_the_reference(granularity, power):
         **options,
     )
     for step in gradients:
-        for g in step:
-            (linear_loss(params, g) / 2).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (linear_loss(params, g) / 2 for g in step))
     last = flat(params)
     with opt.averaged():
         average = flat(params)
@@ -277,7 +271,5 @@ def test_the_step_size_does_not_see_the_current_gradients(learner):
         )
         for step in b[: t + 1]:
             for g in step:
-                linear_loss(params, g).backward()
-                opt.step()
-                opt.zero_grad()
+                one_step(opt, [linear_loss(params, g)])
         assert float(opt.param_groups[0]["step_size"]) == pytest.approx(one.step_sizes[t], rel=1e-12)

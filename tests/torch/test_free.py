@@ -9,9 +9,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from closures import closure_of
-from ranks import launch
+from pairs import pairwise
+from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -220,7 +220,7 @@ def test_agrees_with_the_reference_where_little_is_usual(problem, start, metric)
     [*((name, START) for name in PROBLEMS), ("rosenbrock", 0 * START)],
     ids=[*PROBLEMS, "rosenbrock from zero"],
 )
-@pytest.mark.parametrize(("scale_f", "scale_x"), [(2.0**20, 1.0), (1.0, 2.0**20), (2.0**-20, 2.0**-20)])
+@pytest.mark.parametrize(("scale_f", "scale_x"), [(2.0**20, 1.0), (2.0**-20, 2.0**20)])
 def test_powers_of_two_change_nothing_but_the_scale(problem, scale_f, scale_x, start):
     one = train(problem, 40, start=start)
     other = train(problem, 40, scale_f=scale_f, scale_x=scale_x, start=start)
@@ -469,35 +469,25 @@ def test_a_usual_decay_does_not_stop_learning():
 # Saving ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stop", [1, 16])
-def test_resuming_is_exact(stop, dtype):
+@pairwise(way=["state_dict", "deepcopy", "pickle"], dtype=[torch.float64, torch.bfloat16], stop=[1, 16])
+def test_resuming_is_exact(way, dtype, stop):
     net = network(dtype)
     opt = SGDOLFree(net.parameters())
     train_network(net, opt, 0, stop, dtype)
-    file = io.BytesIO()
-    torch.save({"net": net.state_dict(), "opt": opt.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    other = network(dtype, seed=5)
-    resumed = SGDOLFree(other.parameters(), momentum=0.9)
-    resumed.load_state_dict(saved["opt"])
-    other.load_state_dict(saved["net"])
+    if way == "state_dict":
+        file = io.BytesIO()
+        torch.save((net.state_dict(), opt.state_dict()), file)
+        file.seek(0)
+        other = network(dtype, seed=5)
+        resumed = SGDOLFree(other.parameters(), momentum=0.9)
+        for into, saved in zip((other, resumed), torch.load(file, weights_only=True), strict=True):
+            into.load_state_dict(saved)
+    else:
+        other, resumed = copy.deepcopy((net, opt)) if way == "deepcopy" else pickle.loads(pickle.dumps((net, opt)))
     assert train_network(net, opt, stop, 25, dtype) == train_network(other, resumed, stop, 25, dtype)
     for a, b in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     assert opt.diagnostics() == resumed.diagnostics()
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
-)
-def test_copies_go_on_alike(duplicate):
-    net = network()
-    opt = SGDOLFree(net.parameters())
-    train_network(net, opt, 0, 7)
-    other, resumed = duplicate((net, opt))
-    assert train_network(net, opt, 7, 20) == train_network(other, resumed, 7, 20)
 
 
 def test_averaged_puts_the_average_in_and_takes_it_out():
@@ -754,9 +744,7 @@ class Interrupted(BaseException):
     """Like Ctrl-C."""
 
 
-@pytest.mark.parametrize("error", [OSError, Interrupted])
-@pytest.mark.parametrize("call", [0, 1, 2])
-@pytest.mark.parametrize("step", [0, 2, 5])
+@pairwise(step=[0, 2, 5], call=[0, 1, 2], error=[OSError, Interrupted])
 def test_training_goes_on_after_a_closure_that_raised(step, call, error):
     """In the first step while it is probed, later inside a look-back: as if the step had not been tried."""
     results = []
@@ -909,29 +897,30 @@ WORLD = 2
 METRICS = ("rms", "kronecker")
 
 
-def parallel_worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
-    try:
-        done = {}
-        for metric in METRICS:
-            net = DistributedDataParallel(network(dropout=0.0)[::2])  # no BatchNorm, whose batches would differ
-            opt = SGDOLFree(net.parameters(), metric=metric)
-            for t in range(20):
-                x = batch(t).chunk(WORLD)[rank]
-                opt.step(net_closure(opt, net, x * (50.0 if t == 15 else 1.0), parts=1))
-            saved = {"params": [p.detach() for p in net.parameters()], "state": opt.state_dict()}
-            done[metric] = {**saved, "report": opt.diagnostics()}
-        torch.save(done, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def trained_on_a_rank(rank: int, world: int) -> dict[str, dict]:
+    done = {}
+    for metric in METRICS:
+        net = DistributedDataParallel(network(dropout=0.0)[::2])  # no BatchNorm, whose batches would differ
+        opt = SGDOLFree(net.parameters(), metric=metric)
+        for t in range(20):
+            x = batch(t).chunk(world)[rank]
+            opt.step(net_closure(opt, net, x * (50.0 if t == 15 else 1.0), parts=1))
+        saved = {"params": [p.detach() for p in net.parameters()], "state": opt.state_dict()}
+        done[metric] = {**saved, "report": opt.diagnostics()}
+    net = DistributedDataParallel(network(dropout=0.0)[::2])
+    opt = SGDOLFree(net.parameters())
+    for t in range(8):
+        extra = math.inf if rank == 1 and t in (0, 3) else 0.0
+        backward(lambda x, extra=extra: net(x).square().mean() + extra, batch(t).chunk(world)[rank], parts=1)
+        opt.step()
+        opt.zero_grad()
+    done["infinite"] = {"params": [p.detach() for p in net.parameters()], **opt.diagnostics()}
+    return done
 
 
 @pytest.fixture(scope="module")
-def parallel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parallel")
-    launch(parallel_worker, (str(folder),), WORLD)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+def parallel() -> list[dict]:
+    return on_ranks(trained_on_a_rank, WORLD)
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -955,26 +944,9 @@ def test_ranks_are_the_parts_of_one_process(parallel, metric):
         assert ranks[0]["report"][name] == report[name], name
 
 
-def infinite_worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
-    try:
-        net = DistributedDataParallel(network(dropout=0.0)[::2])
-        opt = SGDOLFree(net.parameters())
-        for t in range(8):
-            extra = math.inf if rank == 1 and t in (0, 3) else 0.0
-            backward(lambda x, extra=extra: net(x).square().mean() + extra, batch(t).chunk(WORLD)[rank], parts=1)
-            opt.step()
-            opt.zero_grad()
-        torch.save({"params": [p.detach() for p in net.parameters()], **opt.diagnostics()}, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_loss_that_is_infinite_on_one_rank_skips_the_step_on_all(tmp_path):
+def test_a_loss_that_is_infinite_on_one_rank_skips_the_step_on_all(parallel):
     """Its gradients are finite. The ranks decided differently and waited for one another for ever."""
-    launch(infinite_worker, (str(tmp_path),), WORLD)
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    ranks = [found["infinite"] for found in parallel]
     assert [(rank["skipped"], rank["updates"]) for rank in ranks] == [(2, 6)] * WORLD
     assert all(torch.equal(a, b) for a, b in zip(ranks[0]["params"], ranks[1]["params"], strict=True))
 

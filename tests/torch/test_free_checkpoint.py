@@ -6,13 +6,13 @@ measures the piece that it has: four ranks end where four do, and what two ranks
 """
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoints import FORMS, load, save
 from closures import closure_of
-from ranks import launch
+from ranks import on_ranks
 from sharded import batches, full, model, objective, shard
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,11 +31,14 @@ FULL = StateDictOptions(full_state_dict=True)
 
 RUNS = [
     *(("fsdp", "euclidean", form) for form in FORMS),
-    ("fsdp", "rms", "plain"),
     ("fsdp", "rms", "flat"),
     ("ddp", "rms", "plain"),
-    ("ddp", "rms", "flat"),
 ]
+
+
+def is_by_pieces(run: tuple[str, ...]) -> bool:
+    """Whether each rank measures its piece, so that other numbers of ranks end elsewhere."""
+    return run[:2] == ("fsdp", "rms")
 
 
 def build(engine: str, metric: str, world: int, seed: int = 0) -> tuple[torch.nn.Module, SGDOLFree]:
@@ -70,49 +73,42 @@ def place(folder: str, *run: str) -> str:
     return f"{folder}/{'-'.join(run)}".replace(" ", "")
 
 
-def worker(rank: int, world: int, folder: str, first: bool) -> None:
-    torch.set_num_threads(1)
-    where = f"file://{folder}/rendezvous{world}{first}"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world)
+def everything(rank: int, world: int, folder: str, first: bool) -> dict[tuple[str, ...], tuple[dict, dict]]:
     done = {}
-    try:
-        for run in RUNS:
-            net, opt = build(*run[:2], world, seed=0 if first else 1)
-            if first:
-                steps(net, opt, range(SAVED), rank, world)
-                save(place(folder, *run), net, opt, run[2])
-            else:
-                load(place(folder, *run), net, opt, run[2])
-            middle = copy.deepcopy(outcome(net, opt))
-            steps(net, opt, range(SAVED, STEPS), rank, world)
-            done[run] = middle, outcome(net, opt)
-        net, opt = build("fsdp", "kronecker", world)
+    for run in RUNS if first or world < 4 else filter(is_by_pieces, RUNS):
+        net, opt = build(*run[:2], world, seed=0 if first else 1)
         if first:
             steps(net, opt, range(SAVED), rank, world)
-            states = get_state_dict(net, opt, options=FULL)
-            torch.save(states, f"{folder}/sharded-{rank}.pt")
+            save(place(folder, *run), net, opt, run[2])
         else:
-            model_state, optim_state = torch.load(f"{folder}/whole.pt", weights_only=True)
-            set_model_state_dict(net, model_state, options=FULL)
-            opt.load_state_dict(optim_state)
+            load(place(folder, *run), net, opt, run[2])
         middle = copy.deepcopy(outcome(net, opt))
         steps(net, opt, range(SAVED, STEPS), rank, world)
-        done["kronecker"] = middle, outcome(net, opt)
-        torch.save(done, f"{folder}/{world}{first}-{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+        done[run] = middle, outcome(net, opt)
+    net, opt = build("fsdp", "kronecker", world)
+    if first:
+        steps(net, opt, range(SAVED), rank, world)
+        states = get_state_dict(net, opt, options=FULL)
+        torch.save(states, f"{folder}/sharded-{rank}.pt")
+    else:
+        model_state, optim_state = torch.load(f"{folder}/whole.pt", weights_only=True)
+        set_model_state_dict(net, model_state, options=FULL)
+        opt.load_state_dict(optim_state)
+    middle = copy.deepcopy(outcome(net, opt))
+    steps(net, opt, range(SAVED, STEPS), rank, world)
+    done["kronecker"] = middle, outcome(net, opt)
+    return done
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> str:
-    """What four ranks saved; and where they ended, and four and two others that loaded it."""
-    path = str(tmp_path_factory.mktemp("checkpoint"))
+def ended(tmp_path_factory) -> dict[Any, Any]:
+    """The folder of what four ranks saved; where they were then and ended, and four and two others that loaded it."""
+    folder = str(tmp_path_factory.mktemp("checkpoint"))
     net, opt = build("single", "kronecker", 1)
     steps(net, opt, range(SAVED))
-    torch.save((net.state_dict(), opt.state_dict()), f"{path}/whole.pt")
-    for world, first in ((4, True), (4, False), (2, False)):
-        launch(worker, (world, path, first), world)
-    return path
+    torch.save((net.state_dict(), opt.state_dict()), f"{folder}/whole.pt")
+    saved = on_ranks(everything, 4, folder, True)
+    return {"folder": folder, "saved": saved, **{n: on_ranks(everything, n, folder, False) for n in (4, 2)}}
 
 
 def assert_close(found: dict, wanted: dict) -> None:
@@ -131,11 +127,10 @@ def uninterrupted(metric: str) -> dict:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=" ".join)
-@pytest.mark.parametrize("world", [4, 2])
-def test_ranks_load_to_the_bit_what_four_ranks_saved(folder, world, run):
-    saved, _ = torch.load(f"{folder}/4True-0.pt", weights_only=True)[run]
-    for rank in range(world):
-        loaded, _ = torch.load(f"{folder}/{world}False-{rank}.pt", weights_only=True)[run]
+def test_ranks_load_to_the_bit_what_four_ranks_saved(ended, run):
+    saved, _ = ended["saved"][0][run]
+    for rank in ended[2]:
+        loaded, _ = rank[run]
         assert loaded["rule"] == saved["rule"]
         assert loaded["state"][1].keys() >= {"momentum", "average"}
         assert not loaded["state"][0]  # of a parameter that has never had a gradient
@@ -144,26 +139,26 @@ def test_ranks_load_to_the_bit_what_four_ranks_saved(folder, world, run):
 
 
 @pytest.mark.parametrize("run", RUNS, ids=" ".join)
-def test_ranks_end_where_those_do_that_nobody_interrupted(folder, run):
-    _, wanted = torch.load(f"{folder}/4True-0.pt", weights_only=True)[run]
+def test_ranks_end_where_those_do_that_nobody_interrupted(ended, run):
+    _, wanted = ended["saved"][0][run]
     assert wanted["counts"][0] == STEPS
     assert wanted["counts"][4] == PARTS
-    for rank in range(4):
-        assert_close(torch.load(f"{folder}/4False-{rank}.pt", weights_only=True)[run][1], wanted)
-    if run[:2] != ("fsdp", "rms"):
+    if is_by_pieces(run):
+        for rank in ended[4]:
+            assert_close(rank[run][1], wanted)
+    else:
         assert_close(wanted, uninterrupted(run[1]))
-        assert_close(torch.load(f"{folder}/2False-0.pt", weights_only=True)[run][1], wanted)
+        assert_close(ended[2][0][run][1], wanted)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=" ".join)
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
-def test_one_process_goes_on_where_four_ranks_were(folder, run, used):
+@pytest.mark.parametrize(("run", "used"), [(run, i % 2 == 0) for i, run in enumerate(RUNS)])
+def test_one_process_goes_on_where_four_ranks_were(ended, run, used):
     net, opt = build("single", run[1], 1, seed=1)
     if used:
         steps(net, opt, range(2))
-    load(place(folder, *run), net, opt, run[2])
+    load(place(ended["folder"], *run), net, opt, run[2])
     steps(net, opt, range(SAVED, STEPS))
-    if run[:2] != ("fsdp", "rms"):
+    if not is_by_pieces(run):
         assert_close(outcome(net, opt), uninterrupted(run[1]))
     assert opt.diagnostics()["updates"] == STEPS
 
@@ -172,9 +167,9 @@ MATRICES = ("0.weight", "2.weight")
 """The metric turns them; the third matrix has a single row."""
 
 
-def test_one_process_measures_in_bases_what_ranks_have_measured_by_coordinates(folder):
+def test_one_process_measures_in_bases_what_ranks_have_measured_by_coordinates(ended):
     """Under fully_shard the Kronecker metric has squares. L and R begin as the sums over their rows and columns."""
-    states = torch.load(f"{folder}/sharded-0.pt", weights_only=True)
+    states = torch.load(f"{ended['folder']}/sharded-0.pt", weights_only=True)
     net, opt = build("single", "kronecker", 1, seed=1)
     set_state_dict(net, opt, model_state_dict=states[0], optim_state_dict=states[1], options=FULL)
     for name in MATRICES:
@@ -193,9 +188,9 @@ def test_one_process_measures_in_bases_what_ranks_have_measured_by_coordinates(f
     assert after["loss"] < 0.5 * before["loss"]
 
 
-def test_ranks_measure_by_coordinates_what_one_process_has_measured_in_bases(folder):
-    _, saved = torch.load(f"{folder}/whole.pt", weights_only=True)
-    loaded, ended = torch.load(f"{folder}/2False-1.pt", weights_only=True)["kronecker"]
+def test_ranks_measure_by_coordinates_what_one_process_has_measured_in_bases(ended):
+    _, saved = torch.load(f"{ended['folder']}/whole.pt", weights_only=True)
+    loaded, finished = ended[2][1]["kronecker"]
     net, opt = build("single", "kronecker", 1)
     params = [p for group in opt.param_groups for p in group["params"]]
     for name, p in net.named_parameters():
@@ -208,7 +203,7 @@ def test_ranks_measure_by_coordinates_what_one_process_has_measured_in_bases(fol
         momentum = held["metric.left_basis"] @ held["momentum"] @ held["metric.right_basis"].T
         torch.testing.assert_close(kept["momentum"], momentum)
         assert {key for key in kept if key.startswith("metric.")} == {"metric.square", "metric.weight"}
-    assert ended["rule"]["mean_loss"] < loaded["rule"]["mean_loss"]
+    assert finished["rule"]["mean_loss"] < loaded["rule"]["mean_loss"]
 
 
 def test_being_asked_by_a_checkpoint_before_the_first_step_changes_nothing():

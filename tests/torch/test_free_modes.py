@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from pairs import pairwise
 from test_free import PROBLEMS, SIZES, START, STEPS, flat, oracle_of, parameters
 from torch import nn
 
@@ -50,9 +51,7 @@ def train(problem, steps, max_norm, scaler=None, **options):
         return np.array(iterates), flat(params).detach().numpy().copy(), opt.diagnostics()
 
 
-@pytest.mark.parametrize("options", [{}, {"metric": "euclidean"}], ids=str)
-@pytest.mark.parametrize("max_norm", [0.1, 3.0])
-@pytest.mark.parametrize("problem", ["quadratic", "rosenbrock", "cliff", "ledge", "burst"])
+@pairwise(problem=list(PROBLEMS), max_norm=[0.1, 3.0], options=[{}, {"metric": "euclidean"}])
 def test_clipping_between_backward_and_step_agrees_with_the_reference(problem, max_norm, options):
     """Curvatures are those of the gradients as they were; the step is made with the shorter ones."""
     steps = STEPS.get(problem, 60)

@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from pairs import pairwise
 from test_free import PROBLEMS, SIZES, START, STEPS, flat, oracle_of, parameters, problem_closure
 from torch import nn
 from torch.optim import lr_scheduler
@@ -37,9 +38,7 @@ def train(problem, steps, rates, **options):
         return np.array(iterates), flat(params).detach().numpy().copy(), np.array(step_sizes), opt.diagnostics()
 
 
-@pytest.mark.parametrize("options", [{}, {"metric": "euclidean"}, {"weight_decay": 0.1}], ids=str)
-@pytest.mark.parametrize("rates", RATES)
-@pytest.mark.parametrize("problem", list(PROBLEMS))
+@pairwise(problem=list(PROBLEMS), rates=list(RATES), options=[{}, {"metric": "euclidean"}, {"weight_decay": 0.1}])
 def test_agrees_with_the_reference(problem, rates, options):
     steps = STEPS.get(problem, 60)
     each = RATES[rates]

@@ -8,19 +8,17 @@ each rank measures its whole gradient. In a metric it measures the piece of its 
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import ranks
 import torch
-import torch.distributed as dist
 from closures import closure_of
+from ranks import on_ranks, reductions
 from sharded import batches, full, model, objective, replicas, shard
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgdol import SGDOLFree, reference_free
 from sgdol.reference_kronecker import kronecker
@@ -33,19 +31,6 @@ STEEPER = 10
 
 def data(step: int, count: int) -> list[torch.Tensor]:
     return [x * (5.0 if step >= STEEPER else 1.0) for x in batches(step, count)]
-
-
-class Messages(TorchDispatchMode):
-    """How many numbers each all-reduce has; torch's own under fully_shard are reduce-scatters and all-gathers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers: list[int] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "allreduce" in func.__name__:
-            self.numbers.append(sum(tensor.numel() for tensor in args[0]))
-        return func(*args, **(kwargs or {}))
 
 
 def train(
@@ -78,9 +63,9 @@ def train(
                 yield objective(net, x) / microbatches
 
         before = opt.diagnostics()["evaluations"]
-        with Messages() as sent:
+        with reductions() as sent:
             opt.step(closure_of(opt, losses))
-        messages.append((opt.diagnostics()["evaluations"] - before, sent.numbers))
+        messages.append((opt.diagnostics()["evaluations"] - before, sent))
         if evaluates:
             with torch.no_grad():  # after it the root module stays unsharded
                 net(parts[0])
@@ -178,32 +163,19 @@ CASES: dict[int, dict[str, dict]] = {
 }
 
 
-def worker(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    try:
-        done = {name: train(rank, world, **case) for name, case in CASES[world].items()}
-        torch.save(done, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def everything(rank: int, world: int) -> dict[str, dict]:
+    return {name: train(rank, world, **case) for name, case in CASES[world].items()}
 
 
-@pytest.fixture(scope="module")
-def launch(tmp_path_factory) -> Callable[[int], list[dict]]:
+@functools.cache
+def results_of(world: int) -> list[dict]:
     """All runs of one world size in one set of processes, once: starting them is what takes the time."""
-
-    @functools.cache
-    def results_of(world: int) -> list[dict]:
-        folder = tmp_path_factory.mktemp("free")
-        ranks.launch(worker, (world, str(folder)), world)
-        return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
-
-    return results_of
+    return on_ranks(everything, world)
 
 
 @pytest.mark.parametrize(("world", "name"), [(world, name) for world, cases in CASES.items() for name in cases])
-def test_the_ranks_are_equal_to_one_process(launch, world, name):
-    found, settings = [rank[name] for rank in launch(world)], CASES[world][name]
+def test_the_ranks_are_equal_to_one_process(world, name):
+    found, settings = [rank[name] for rank in results_of(world)], CASES[world][name]
     run = expected(found, settings)
     report = found[0]["report"]
     assert report["gradients"] == replicas(settings.get("kind", ""), world) * settings.get("microbatches", 1)
@@ -215,22 +187,22 @@ def test_the_ranks_are_equal_to_one_process(launch, world, name):
         np.testing.assert_allclose(mine.numpy(), theirs, rtol=1e-8, atol=1e-8 * abs(theirs).max())
 
 
-def test_the_default_metric_measures_sharded_matrices_by_coordinates_and_says_nothing(launch):
-    for rank in launch(2):
+def test_the_default_metric_measures_sharded_matrices_by_coordinates_and_says_nothing():
+    for rank in results_of(2):
         assert torch.equal(rank["default"]["params"], rank["rms"]["params"])
         assert not rank["default"]["told"]
 
 
-def test_steps_are_taken_back_and_runs_return_to_their_average(launch):
+def test_steps_are_taken_back_and_runs_return_to_their_average():
     """Else equality would say nothing of sharded parameters that are moved there."""
-    reports = [run["report"] for world in CASES for run in launch(world)[0].values()]
+    reports = [run["report"] for world in CASES for run in results_of(world)[0].values()]
     assert sum(report["rejections"] > 0 for report in reports) >= 3
     assert sum(report["rollbacks"] > 0 for report in reports) >= 3
 
 
 @pytest.mark.parametrize("world", list(CASES))
-def test_all_ranks_know_the_same_bits(launch, world):
-    first, *others = launch(world)
+def test_all_ranks_know_the_same_bits(world):
+    first, *others = results_of(world)
     for name in CASES[world]:
         for other in others:
             assert other[name]["rule"] == first[name]["rule"], name
@@ -239,26 +211,26 @@ def test_all_ranks_know_the_same_bits(launch, world):
 
 
 @pytest.mark.parametrize("world", list(CASES))
-def test_state_is_spread_as_its_parameter_is(launch, world):
-    assert all(rank[name]["placed"] for rank in launch(world) for name in CASES[world])
+def test_state_is_spread_as_its_parameter_is(world):
+    assert all(rank[name]["placed"] for rank in results_of(world) for name in CASES[world])
 
 
 @pytest.mark.parametrize("world", list(CASES))
-def test_the_average_is_what_is_evaluated_and_saved(launch, world):
+def test_the_average_is_what_is_evaluated_and_saved(world):
     net = model()
     for name in CASES[world]:
-        for found in (rank[name] for rank in launch(world)):
+        for found in (rank[name] for rank in results_of(world)):
             put(net, found["average"])
             torch.testing.assert_close(found["seen"], net(batches(99, 1)[0]).detach(), rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(found["saved"], found["average"])
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES[2].items() if "kind" not in case])
-def test_messages_are_few_and_small(launch, name):
+def test_messages_are_few_and_small(name):
     """Two an evaluation: numbers of each tensor, and the loss. Three a step: of D, usual length and direction."""
     count = len(list(model().parameters()))
     own = 1 if CASES[2][name].get("metric") == "euclidean" else 3
-    for step, (evaluations, numbers) in enumerate(launch(2)[0][name]["messages"]):
+    for step, (evaluations, numbers) in enumerate(results_of(2)[0][name]["messages"]):
         assert max(numbers) <= 7 * count
         elsewhere = evaluations - 1  # with the products of its gradients
         if step:  # the first step makes its first D, and probes

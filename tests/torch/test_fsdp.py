@@ -8,12 +8,12 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-import ranks
 import torch
-import torch.distributed as dist
-from ranks import tensors
+from closures import one_step
+from ranks import on_ranks, tensors
 from sharded import batches, full, model, objective, replicas, shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -154,10 +154,7 @@ def evaluated(net, opt, parts, share) -> None:
     with torch.no_grad():
         net(batches(99, 1)[0])
     for step in range(STEPS):
-        for x in parts(step, 0):
-            (objective(net, x) * share).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (objective(net, x) * share for x in parts(step, 0)))
         if step == 2:
             with opt.averaged(), torch.no_grad():
                 opt.seen = net(batches(99, 1)[0])
@@ -202,9 +199,7 @@ def mixed_precision(rank: int, world: int) -> list[torch.Tensor]:
     net = shard(model(dtype=torch.float32), "nested", world, {"mp_policy": policy})
     opt = SGDOL(net.parameters(), lr=0.1)
     for step in range(STEPS):
-        objective(net, batches(step, world)[rank].bfloat16()).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, [objective(net, batches(step, world)[rank].bfloat16())])
     return [full(p.detach()) for p in net.parameters()]
 
 
@@ -214,9 +209,7 @@ def continued(rank: int, world: int, state: dict) -> list[torch.Tensor]:
     opt = SGDOL(net.parameters(), lr=0.1, granularity="coordinate", momentum=0.9)
     opt.load_state_dict(state)
     for step in range(STEPS):
-        objective(net, batches(step, world)[rank]).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, [objective(net, batches(step, world)[rank])])
     return [full(p.detach()) for p in net.parameters()]
 
 
@@ -225,9 +218,7 @@ def saved_state() -> dict:
     net = model()
     opt = SGDOL(net.parameters(), lr=0.1, granularity="coordinate", momentum=0.9)
     for step in range(3):
-        objective(net, torch.cat(batches(50 + step, 2))).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, [objective(net, torch.cat(batches(50 + step, 2)))])
     return copy.deepcopy(opt.state_dict())
 
 
@@ -238,9 +229,7 @@ def another_forward(rank: int, world: int) -> dict:
     register_fsdp_forward_method(net, "other")
     opt = SGDOL(net.parameters(), lr=0.1)
     for step in range(4):
-        (net.other(batches(step, world)[rank]) - 1).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, [(net.other(batches(step, world)[rank]) - 1).square().mean()])
     return {"params": [full(p.detach()) for p in net.parameters()], "report": opt.diagnostics()["gradients"]}
 
 
@@ -284,30 +273,22 @@ def placed(rank: int, world: int) -> list[torch.Tensor]:
     ]
     opt = SGDOL(params, lr=0.1, momentum=0.5)
     for step in range(4):
-        for x in batches(step, 2):
-            sum((full(p) * x[:3, :2]).square().sum() for p in params).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (sum((full(p) * x[:3, :2]).square().sum() for p in params) for x in batches(step, 2)))
     return [full(p.detach()) for p in params]
 
 
-def worker(rank: int, world: int, folder: str, cases: dict[str, dict]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    try:
-        done = {name: train(rank, world, **case) for name, case in cases.items()}
-        if world == 2:
-            for name in PROGRAMS:
-                net = shard(model(), "nested", world, {})
-                done[name] = run_program(name, net, lambda s, i: [batches(s, 2 * world)[rank + i * world]], 1.0)
-            done["mixed"] = mixed_precision(rank, world)
-            done["continued"] = continued(rank, world, torch.load(f"{folder}/state.pt", weights_only=True))
-            done["another"] = another_forward(rank, world)
-            done["refused"] = refused(rank, world)
-            done["placed"] = placed(rank, world)
-        torch.save(done, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def everything(rank: int, world: int, state: dict) -> dict[str, Any]:
+    done = {name: train(rank, world, **case) for name, (case, _) in CASES[world].items()}
+    if world == 2:
+        for name in PROGRAMS:
+            net = shard(model(), "nested", world, {})
+            done[name] = run_program(name, net, lambda s, i: [batches(s, 2 * world)[rank + i * world]], 1.0)
+        done["mixed"] = mixed_precision(rank, world)
+        done["continued"] = continued(rank, world, state)
+        done["another"] = another_forward(rank, world)
+        done["refused"] = refused(rank, world)
+        done["placed"] = placed(rank, world)
+    return done
 
 
 NORMS, PAIRS, REDUCED = "each backward of each rank", "two steps", "each backward, averaged over the ranks"
@@ -319,7 +300,7 @@ CASES: dict[int, dict[str, tuple[dict, str]]] = {
         "global, one module, clipped": ({"kind": "flat", "clip": 0.5}, NORMS),
         "global, two microbatches": ({"microbatches": 2}, NORMS),
         "global, two microbatches, one reduction, clipped": ({"microbatches": 2, "sync": False, "clip": 0.5}, NORMS),
-        "global, momentum, two groups": ({"momentum": 0.9, "several": True, "foreach": True}, NORMS),
+        "global, momentum, two groups": ({"momentum": 0.9, "several": True}, NORMS),
         "global, momentum, the gradients' statistics": ({"momentum": 0.5, "statistics": "gradient"}, NORMS),
         "global, not resharded after forward": ({"policy": {"reshard_after_forward": False}}, NORMS),
         "global, offloaded": ({"policy": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}, NORMS),
@@ -327,7 +308,7 @@ CASES: dict[int, dict[str, tuple[dict, str]]] = {
         "global, averaging, maximize": ({"averaging": 2, "maximize": True}, NORMS),
         "group, weight decay": ({"granularity": "group", "several": True, "weight_decay": 0.1}, NORMS),
         "tensor, momentum": ({"granularity": "tensor", "momentum": 0.9, "microbatches": 2, "sync": False}, NORMS),
-        "tensor, foreach": ({"granularity": "tensor", "foreach": True, "several": True, "weight_decay": 0.1}, NORMS),
+        "tensor, two groups": ({"granularity": "tensor", "several": True, "weight_decay": 0.1}, NORMS),
         "coordinate": ({"granularity": "coordinate", "weight_decay": 0.1}, PAIRS),
         "coordinate, momentum, two microbatches": (
             {"granularity": "coordinate", "momentum": 0.9, "microbatches": 2, "clip": 0.5},
@@ -389,29 +370,20 @@ def expected(world: int, settings: dict, source: str) -> dict:
     return alone(contributions, settings.get("clip"), settings.get("several", False), options)
 
 
-@pytest.fixture(scope="module")
-def launch(tmp_path_factory) -> Callable[[int], list[dict]]:
+@functools.cache
+def results_of(world: int) -> list[dict]:
     """All runs of one world size in one set of processes, once: starting them is what takes the time."""
-
-    @functools.cache
-    def results_of(world: int) -> list[dict]:
-        folder = tmp_path_factory.mktemp("fsdp")
-        torch.save(saved_state(), folder / "state.pt")
-        cases = {name: settings for name, (settings, _) in CASES[world].items()}
-        ranks.launch(worker, (world, str(folder), cases), world)
-        return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
-
-    return results_of
+    return on_ranks(everything, world, saved_state())
 
 
 @pytest.fixture(params=list(CASES))
-def results(request, launch) -> tuple[int, list[dict]]:
-    return request.param, launch(request.param)
+def results(request) -> tuple[int, list[dict]]:
+    return request.param, results_of(request.param)
 
 
 @pytest.fixture
-def two(launch) -> list[dict]:
-    return launch(2)
+def two() -> list[dict]:
+    return results_of(2)
 
 
 def test_all_ranks_know_the_same_bits(results):
@@ -498,9 +470,7 @@ def test_a_state_of_one_process_is_continued(two):
     opt.load_state_dict(saved_state())
     assert opt.pending
     for step in range(STEPS):
-        objective(net, torch.cat(batches(step, 2))).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, [objective(net, torch.cat(batches(step, 2)))])
     for rank in two:
         torch.testing.assert_close(rank["continued"], [p.detach() for p in net.parameters()], rtol=1e-10, atol=1e-12)
 
@@ -509,9 +479,7 @@ def test_a_forward_that_nobody_announced_makes_pairs(two):
     net = model()
     opt = SGDOL(net.parameters(), lr=0.1)
     for step in range(4):
-        (net(torch.cat(batches(step, 2))) - 1).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, [(net(torch.cat(batches(step, 2))) - 1).square().mean()])
     for rank in two:
         assert rank["another"]["report"] == 2
         wanted = [p.detach() for p in net.parameters()]
@@ -529,9 +497,6 @@ def test_replicated_sharded_and_ordinary_parameters_together(two):
     params = [torch.nn.Parameter(torch.linspace(1, 2, 6, dtype=torch.float64).view(3, 2)) for _ in range(3)]
     opt = SGDOL(params, lr=0.1, momentum=0.5)
     for step in range(4):
-        for x in batches(step, 2):
-            sum((p * x[:3, :2]).square().sum() for p in params).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (sum((p * x[:3, :2]).square().sum() for p in params) for x in batches(step, 2)))
     for rank in two:
         torch.testing.assert_close(rank["placed"], [p.detach() for p in params], rtol=1e-10, atol=1e-12)

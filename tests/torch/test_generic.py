@@ -37,6 +37,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "optimistic ftrl": {"lr": 1e-2, "learner": OptimisticFTRL(), "granularity": "tensor"},
     "gradient descent, coordinate": {"lr": 1e-2, "learner": OnlineGradientDescent(), "granularity": "coordinate"},
     "rms": {"lr": 1e-2, "metric": "rms"},
+    "averaging": {"lr": 1e-2, "averaging": 8.0},
     "epoch, bias_correction": {"lr": 1e-2, "epoch": 3, "bias_correction": True},
 }
 
@@ -61,7 +62,8 @@ def options(request) -> dict[str, Any]:
     return copy.deepcopy(CONFIGURATIONS[request.param])
 
 
-each_impl = pytest.mark.parametrize("foreach", [False, True], ids=["for-loop", "foreach"])
+few = pytest.mark.parametrize("options", ["default", "tensor lr", "ftrl, paper, coordinate"], indirect=True)
+"""For what torch does around any optimizer: with and without a held gradient, state of groups and of tensors."""
 
 
 def is_paper(options) -> bool:
@@ -141,17 +143,15 @@ def assert_same(found: Any, expected: Any) -> None:
 # Right direction ------------------------------------------------------------------------------------------------------
 
 
-@each_impl
-@with_passes("k, contiguous", (1, True), (1, False), (2, True))
-def test_a_loop_goes_in_the_right_direction(options, foreach, k, contiguous):
-    problem = Problem(options | {"foreach": foreach}, contiguous=contiguous)
+@with_passes("k, contiguous", (1, False), (2, True))
+def test_a_loop_goes_in_the_right_direction(options, k, contiguous):
+    problem = Problem(options, contiguous=contiguous)
     before = problem.loss().item()
     assert problem.train(12 // k, k).improved(before)
 
 
-@pytest.mark.parametrize(("foreach", "contiguous"), [(False, True), (False, False), (True, True)])
-def test_a_closure_goes_in_the_right_direction(options, foreach, contiguous):
-    problem = Problem(options | {"foreach": foreach}, contiguous=contiguous)
+def test_a_closure_goes_in_the_right_direction(options):
+    problem = Problem(options, contiguous=False)
     before = problem.loss().item()
 
     closure = closure_of(problem.opt, lambda: [problem.loss()])
@@ -180,12 +180,11 @@ def test_schedulers_keep_the_right_direction(options):
         assert train_scheduled(problem, construct, 8, 1).improved(before), f"schedule {number}"
 
 
-@each_impl
-def test_a_tensor_lr_is_scheduled_as_a_float_is(foreach):
+def test_a_tensor_lr_is_scheduled_as_a_float_is():
     for number, construct in enumerate(schedules()):
         found = []
         for lr in (1e-2, torch.tensor(1e-2, dtype=torch.float64)):
-            problem = Problem({"lr": lr, "foreach": foreach}, dtype=torch.float64, noise=1.0)
+            problem = Problem({"lr": lr}, dtype=torch.float64, noise=1.0)
             train_scheduled(problem, construct, 10, 2)
             found.append([p.detach() for p in problem.params])
         torch.testing.assert_close(
@@ -196,12 +195,11 @@ def test_a_tensor_lr_is_scheduled_as_a_float_is(foreach):
 # What step() leaves alone ---------------------------------------------------------------------------------------------
 
 
-@each_impl
-def test_step_does_nothing_for_parameters_without_gradients(options, foreach):
-    problem = Problem(options | {"foreach": foreach})
+def test_step_does_nothing_for_parameters_without_gradients(options):
+    problem = Problem(options)
     before = copy.deepcopy([p.detach() for p in problem.params])
     frozen = torch.ones(3)
-    opt = SGDOL([*problem.params, frozen], **options, foreach=foreach)
+    opt = SGDOL([*problem.params, frozen], **options)
     for _ in range(2):
         assert opt.step() is None
         assert opt.step(lambda: "value") == "value"
@@ -212,10 +210,9 @@ def test_step_does_nothing_for_parameters_without_gradients(options, foreach):
     assert opt.diagnostics()["updates"] == 0
 
 
-@each_impl
 @with_passes("k", (1,), (2,))
-def test_step_does_nothing_for_zero_gradients(options, foreach, k):
-    problem = Problem({**options, "foreach": foreach, "weight_decay": 0.0})
+def test_step_does_nothing_for_zero_gradients(options, k):
+    problem = Problem({**options, "weight_decay": 0.0})
     before = copy.deepcopy([p.detach() for p in problem.params])
     for _ in range(2):
         problem.opt.zero_grad()
@@ -227,10 +224,9 @@ def test_step_does_nothing_for_zero_gradients(options, foreach, k):
     assert problem.train(4, k).improved(start)
 
 
-@each_impl
 @with_passes("k, dtype", (1, torch.float32), (2, torch.float32), (2, torch.bfloat16))
-def test_gradients_are_never_written_to(options, foreach, k, dtype):
-    problem = Problem(options | {"foreach": foreach}, dtype=dtype, noise=1.0)
+def test_gradients_are_never_written_to(options, k, dtype):
+    problem = Problem(options, dtype=dtype, noise=1.0)
     for step in range(3):
         problem.opt.zero_grad()
         problem.backward(k, step)
@@ -243,9 +239,8 @@ def test_gradients_are_never_written_to(options, foreach, k, dtype):
             assert torch.equal(grad, value)
 
 
-@each_impl
-def test_gradients_that_a_closure_leaves_are_never_written_to(options, foreach):
-    problem = Problem(options | {"foreach": foreach}, noise=1.0)
+def test_gradients_that_a_closure_leaves_are_never_written_to(options):
+    problem = Problem(options, noise=1.0)
     left = []
 
     def closure():
@@ -263,9 +258,9 @@ def test_gradients_that_a_closure_leaves_are_never_written_to(options, foreach):
     assert all(p.grad is grad for p, (grad, _, _) in zip(problem.params, left[-1], strict=True))
 
 
-@each_impl
-def test_it_can_be_printed_before_and_after_a_step(options, foreach):
-    problem = Problem(options | {"foreach": foreach})
+@few
+def test_it_can_be_printed_before_and_after_a_step(options):
+    problem = Problem(options)
     for text in (repr(problem.opt), repr(problem.train(1).opt), repr(problem.train(1).opt)):
         assert text.startswith("SGDOL (")
         assert "step_size" in text
@@ -289,10 +284,8 @@ def test_mistakes_that_every_optimizer_refuses_are_refused():
 # Saving and loading ---------------------------------------------------------------------------------------------------
 
 
-@each_impl
 @with_passes("k, steps", (1, 3), (2, 2))
-def test_a_loaded_state_continues_as_the_saved_one_does(options, foreach, k, steps):
-    options = options | {"foreach": foreach}
+def test_a_loaded_state_continues_as_the_saved_one_does(options, k, steps):
     one = Problem(options, noise=1.0).train(steps, k)
     other = Problem(copy.deepcopy(options), noise=1.0)
     with torch.no_grad():
@@ -309,6 +302,7 @@ def test_a_loaded_state_continues_as_the_saved_one_does(options, foreach, k, ste
     assert_same(other.opt.state_dict(), one.opt.state_dict())
 
 
+@few
 @pytest.mark.parametrize(("saved", "loaded"), [(False, True), (True, False)], ids=["to named", "from named"])
 def test_states_go_between_named_and_unnamed_parameters(options, saved, loaded):
     one = Problem(options, named=saved, noise=1.0).train(3)
@@ -321,9 +315,8 @@ def test_states_go_between_named_and_unnamed_parameters(options, saved, loaded):
     assert_same([p.detach() for p in other.params], [p.detach() for p in one.params])
 
 
-@each_impl
-def test_states_that_lack_newer_options_load_and_take_those_of_the_optimizer(options, foreach):
-    options = options | {"foreach": foreach}
+@few
+def test_states_that_lack_newer_options_load_and_take_those_of_the_optimizer(options):
     one, other = Problem(options, noise=1.0).train(3), Problem(copy.deepcopy(options), noise=1.0).train(3)
     state = copy.deepcopy(one.opt.state_dict())
     for group in state["param_groups"]:
@@ -336,9 +329,9 @@ def test_states_that_lack_newer_options_load_and_take_those_of_the_optimizer(opt
     assert_same([p.detach() for p in one.params], [p.detach() for p in other.params])
 
 
-@each_impl
-def test_deepcopy_keeps_all_public_attributes(options, foreach):
-    problem = Problem(options | {"foreach": foreach}).train(3)
+@few
+def test_deepcopy_keeps_all_public_attributes(options):
+    problem = Problem(options).train(3)
     twin = copy.deepcopy(problem.opt)
 
     def public(obj):
@@ -352,6 +345,7 @@ def test_deepcopy_keeps_all_public_attributes(options, foreach):
 # Hooks ----------------------------------------------------------------------------------------------------------------
 
 
+@few
 def test_hooks_around_state_dict_are_honoured(options):
     opt = Problem(options).train(3).opt
     seen = []
@@ -370,6 +364,7 @@ def test_hooks_around_state_dict_are_honoured(options):
     assert seen == [("before", True), ("after", True)]
 
 
+@few
 def test_a_hook_before_loading_may_write_to_the_state(options):
     opt, other = Problem(options).train(3).opt, Problem(copy.deepcopy(options)).opt
     other.register_load_state_dict_pre_hook(lambda o, state: state["param_groups"][0].update(lr=0.125))
@@ -377,6 +372,7 @@ def test_a_hook_before_loading_may_write_to_the_state(options):
     assert other.param_groups[0]["lr"] == 0.125
 
 
+@few
 @pytest.mark.parametrize("steps", [3, 4])
 def test_a_hook_before_loading_may_replace_the_state(options, steps):
     """What it returns is loaded and nothing else: here the state of another optimizer."""
@@ -388,6 +384,7 @@ def test_a_hook_before_loading_may_replace_the_state(options, steps):
     assert_same(ours.opt.state_dict(), wanted)
 
 
+@few
 def test_a_hook_before_loading_may_make_a_foreign_state_fit(options):
     problem = Problem(options).train(2)
     saved = copy.deepcopy(problem.opt.state_dict())
@@ -397,6 +394,7 @@ def test_a_hook_before_loading_may_make_a_foreign_state_fit(options):
     assert_same(problem.opt.state_dict(), saved)
 
 
+@few
 def test_prepended_hooks_before_loading_run_first(options):
     opt, order = Problem(options).train(3).opt, []
     opt.register_load_state_dict_pre_hook(lambda o, state: order.append("second"))
@@ -408,6 +406,7 @@ def test_prepended_hooks_before_loading_run_first(options):
     assert order == ["first", "second", "third", "fourth"] * 2
 
 
+@few
 @pytest.mark.parametrize("prepend", [False, True])
 def test_a_hook_after_loading_has_the_last_word(options, prepend):
     opt = Problem(options, noise=1.0).train(3).opt
@@ -426,9 +425,9 @@ def test_a_hook_after_loading_has_the_last_word(options, prepend):
     assert opt.param_groups[0]["lr"] == 0.25
 
 
-@each_impl
-def test_hooks_around_step_run_in_order(options, foreach):
-    problem, order = Problem(options | {"foreach": foreach}), []
+@few
+def test_hooks_around_step_run_in_order(options):
+    problem, order = Problem(options), []
     handles = [
         register_optimizer_step_pre_hook(lambda *_: order.append("all, before")),
         problem.opt.register_step_pre_hook(lambda *_: order.append("before")),
@@ -444,53 +443,23 @@ def test_hooks_around_step_run_in_order(options, foreach):
     assert order == ["all, before", "before", "after", "all, after"] * 2
 
 
+@few
 def test_a_hook_before_step_may_exchange_the_closure(options):
     problem = Problem(options)
     problem.opt.register_step_pre_hook(lambda opt, args, kwargs: ((opt, lambda: "theirs"), kwargs))
     assert problem.opt.step(lambda: "ours") == "theirs"
 
 
-# Equal paths ----------------------------------------------------------------------------------------------------------
-
-MIXED = [torch.float64, torch.float16, torch.float32, torch.bfloat16, torch.float32]
+# Complex parameters ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "dtypes",
-    [[torch.float64] * 5, [torch.float32] * 5, [torch.float16] * 5, [torch.bfloat16] * 5, MIXED],
-    ids=["float64", "float32", "float16", "bfloat16", "mixed"],
-)
-def test_foreach_equals_the_loop(options, dtypes):
-    shapes = [(3, 4), (), (5,), (2, 3), (0, 2)]
-    found = []
-    for foreach in (False, True):
-        generator = torch.Generator().manual_seed(0)
-        params = [
-            Parameter(torch.randn(s, generator=generator, dtype=torch.float64).to(t))
-            for s, t in zip(shapes, dtypes, strict=True)
-        ]
-        opt = SGDOL([{"params": params[:2]}, {"params": params[2:]}], **copy.deepcopy(options), foreach=foreach)
-        for k in accumulations(options):
-            for _ in range(k):
-                gradients = [torch.randn(p.shape, generator=generator, dtype=torch.float64) + 0.5 for p in params]
-                sum((p * g.to(p.dtype)).sum() for p, g in zip(params, gradients, strict=True)).backward()
-            opt.step()
-            opt.zero_grad()
-        assert opt.diagnostics()["updates"] == 3
-        found.append([p.detach() for p in params])
-    for one, other in zip(*found, strict=True):
-        eps = torch.finfo(one.dtype).eps
-        torch.testing.assert_close(one, other, rtol=4 * eps, atol=4 * eps)
-
-
-@each_impl
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_complex_parameters_equal_their_real_views(options, foreach, dtype):
+def test_complex_parameters_equal_their_real_views(options, dtype):
     generator = torch.Generator().manual_seed(0)
     z = [Parameter(torch.randn(shape, dtype=dtype, generator=generator)) for shape in [(3, 2), (), (4,)]]
     x = [Parameter(torch.view_as_real(p.detach()).clone()) for p in z]
-    one = SGDOL(z, **copy.deepcopy(options), foreach=foreach)
-    other = SGDOL(x, **copy.deepcopy(options), foreach=foreach)
+    one = SGDOL(z, **copy.deepcopy(options))
+    other = SGDOL(x, **copy.deepcopy(options))
     for k in accumulations(options):
         for _ in range(k):
             gradients = [torch.randn(p.shape, dtype=dtype, generator=generator) for p in z]

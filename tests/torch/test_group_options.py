@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from closures import one_step
 
 from sgdol import PAPER, SGDOL
 from sgdol.learners import FTRL, OnlineGradientDescent
@@ -29,10 +30,11 @@ ANOTHER = {
 }
 
 
-def with_passes(table, exclude=()):
+def with_passes(table):
     """Every option with one backward per step and with two, save the paper's estimator, which takes one."""
-    rows = [(option, k) for option in table for k in (1, 2) if option not in exclude]
-    return [(option, k) for option, k in rows if k == 1 or option not in ("estimator", "all of the paper's")]
+    return [
+        (option, k) for option in table for k in (1, 2) if k == 1 or option not in ("estimator", "all of the paper's")
+    ]
 
 
 def test_the_table_has_every_option():
@@ -66,16 +68,36 @@ def test_an_option_in_all_groups_is_as_in_the_constructor(option, k):
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize(("option", "k"), with_passes(ANOTHER, exclude=("alpha", "kappa", "maximize")))
-def test_groups_that_differ_and_share_nothing_are_two_optimizers(option, k):
+OF_A_GROUP = {
+    **{option: {option: value} for option, value in ANOTHER.items() if option not in ("alpha", "kappa", "maximize")},
+    "smoothness": {"smoothness": 50.0},
+    "tensor lr": {"lr": torch.tensor(1e-2)},
+    "coordinate": {"granularity": "coordinate"},
+    "most of them": {
+        "granularity": "tensor",
+        "momentum": 0.5,
+        "bias_correction": True,
+        "statistics": "gradient",
+        "epoch": 3,
+        "weight_decay": 0.1,
+        "averaging": 8.0,
+        "learner": OnlineGradientDescent(),
+        "metric": RMS(decay=0.9),
+    },
+    "all of the paper's": {**PAPER, "statistics": "gradient", "granularity": "coordinate"},
+}
+
+
+@pytest.mark.parametrize(("name", "k"), with_passes(OF_A_GROUP))
+def test_groups_that_differ_and_share_nothing_are_two_optimizers(name, k):
     """With a step size for each group, a fixed alpha, and gradients that do not depend on each other."""
-    common = {"lr": 0.05, "alpha": 2.0, "granularity": "group"}
-    more = {"momentum": 0.5} if option == "statistics" else {}
-    value = {option: ANOTHER[option]}
+    value, rate, common = OF_A_GROUP[name], {"lr": 0.05}, {"alpha": 2.0, "granularity": "group"}
+    if name == "statistics":
+        common["momentum"] = 0.5
     a, b = parameters(), parameters()
-    both = SGDOL([{"params": a[:1]}, {"params": a[1:], **value}], **common, **more)
-    first = SGDOL(b[:1], **common, **more)
-    second = SGDOL(b[1:], **{**common, **more, **value})
+    both = SGDOL([{"params": a[:1]}, {"params": a[1:], **value}], **rate, **common)
+    first = SGDOL(b[:1], **rate, **common)
+    second = SGDOL(b[1:], **{**({} if name == "smoothness" else rate), **common, **value})
 
     class Together:
         def step(self):
@@ -137,101 +159,10 @@ def test_what_a_group_brings_that_is_no_option_is_warned_of():
         SGDOL([{"params": first, "name": "head"}, {"params": second, "wd": 0.1, "learning_rate": 1.0}], lr=0.1)
 
 
-# What torch's own tests of parameter groups demand, with every option in the groups -----------------------------------
-
-OF_A_GROUP = {
-    **{option: {option: value} for option, value in ANOTHER.items()},
-    "nothing": {},
-    "smoothness": {"smoothness": 100.0},
-    "tensor lr": {"lr": torch.tensor(1e-2)},
-    "coordinate": {"granularity": "coordinate"},
-    "all of them": {
-        "kappa": 10.0,
-        "granularity": "tensor",
-        "momentum": 0.5,
-        "bias_correction": True,
-        "statistics": "gradient",
-        "epoch": 3,
-        "averaging": 8.0,
-        "learner": OnlineGradientDescent(),
-        "metric": RMS(decay=0.9),
-        "maximize": True,
-        "foreach": True,
-    },
-    "all of the paper's": {**PAPER, "statistics": "gradient", "granularity": "coordinate", "foreach": False},
-}
+# Groups of which one takes no part ------------------------------------------------------------------------------------
 
 
-class Regression:
-    """||W x + b||^2 from a point and an input that are the same each time, and a parameter that is in no group."""
-
-    def __init__(self):
-        generator = torch.Generator().manual_seed(3)
-        drawn = [torch.randn(shape, generator=generator) for shape in ((10, 5), (10,), (4,))]
-        self.weight, self.bias, self.bystander = map(torch.nn.Parameter, drawn)
-        self.start = copy.deepcopy(drawn)
-        self.x = torch.randn(5, generator=generator)
-
-    def loss(self) -> torch.Tensor:
-        return (self.weight.mv(self.x) + self.bias).square().sum()
-
-    def train(self, opt, k: int, updates: int = 10) -> None:
-        for _ in range(updates if k > 1 else 2 * updates):
-            opt.zero_grad()
-            for _ in range(k):
-                (self.loss() / k).backward()
-            self.bystander.grad = torch.ones_like(self.bystander)
-            opt.step()
-
-    def assert_improved(self, maximize: bool) -> None:
-        before = (self.start[0].mv(self.x) + self.start[1]).square().sum().item()
-        after = self.loss().item()
-        assert after > before if maximize else after < before
-        assert torch.equal(self.bystander.detach(), self.start[2]), "what is in no group is nobody's"
-
-
-of_a_group = pytest.mark.parametrize(("name", "k"), with_passes(OF_A_GROUP))
-without_noise = pytest.mark.filterwarnings("ignore:SGDOL was given the same gradient twice")
-
-
-@of_a_group
-@without_noise
-def test_a_group_moves_at_its_own_rate_beside_one_that_stands(name, k):
-    problem, options = Regression(), OF_A_GROUP[name]
-    rate = {} if {"lr", "smoothness"} & options.keys() else {"lr": 1e-2}
-    opt = SGDOL([{"params": [problem.weight], **rate, **options}, {"params": [problem.bias]}], lr=1e-28)
-    problem.train(opt, k)
-    problem.assert_improved(options.get("maximize", False))
-    assert torch.equal(problem.bias.detach(), problem.start[1])
-    assert opt.diagnostics()["updates"] == 10
-
-
-@of_a_group
-@without_noise
-def test_weight_decay_of_a_group_is_that_groups_alone(name, k):
-    """Against the same without it: of the first update, the decaying group's share alone is another one."""
-    options = OF_A_GROUP[name]
-    rate = {} if {"lr", "smoothness"} & options.keys() else {"lr": 1e-2}
-    found = []
-    for decay in (0.0, 0.1):
-        problem, common = Regression(), {**rate, **copy.deepcopy(options)}
-        groups = [
-            {"params": [problem.weight], **common, "weight_decay": decay},
-            {"params": [problem.bias], **common, "weight_decay": 0.0},
-        ]
-        opt = SGDOL(groups)
-        problem.train(opt, k, updates=1)
-        found.append((problem.weight.detach().clone(), problem.bias.detach().clone()))
-        group = opt.param_groups[0]
-        eta = float(group["step_size"]) / (1 - group["momentum"])
-        problem.train(opt, k, updates=9)
-        problem.assert_improved(options.get("maximize", False))
-    (weight, bias), (decayed, other) = found
-    torch.testing.assert_close(decayed, weight - eta * 0.1 * problem.start[0])
-    assert torch.equal(bias, other)
-
-
-@without_noise
+@pytest.mark.filterwarnings("ignore:SGDOL was given the same gradient twice")
 def test_alpha_of_a_group_that_takes_no_part_is_learned_from_the_first_update():
     """Whatever the groups that do take part say of their own: a number, or None."""
     learned = []
@@ -240,10 +171,9 @@ def test_alpha_of_a_group_that_takes_no_part_is_learned_from_the_first_update():
         groups = [{"params": [x], "alpha": alpha}, {"params": [late], "granularity": "group"}]
         opt = SGDOL(groups, lr=0.1, learner=FTRL())
         for y in (x, late):
-            for _ in range(2):
-                (y @ torch.tensor([3.0, 4.0], dtype=torch.float64) / 2 * (1 if y is x else 100)).backward()
-            opt.step()
-            opt.zero_grad()
+            one_step(
+                opt, (y @ torch.tensor([3.0, 4.0], dtype=torch.float64) / 2 * (1 if y is x else 100) for _ in range(2))
+            )
         learned.append(opt.param_groups[1]["alpha_learned"].item())
     assert learned == [25 / 4] * 2  # ||g||^2 of the first update, for each of the four numbers
 

@@ -5,11 +5,11 @@ Small and large tensors, which are measured in different ways, are in every hist
 """
 
 import random
-import threading
 import warnings
 
 import pytest
 import torch
+from processes import in_threads
 
 from sgdol import SGDOL
 
@@ -41,9 +41,7 @@ class Ledger:
 
 def run(loss, how):
     if how == "thread":
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
+        in_threads(loss.backward)
     else:
         loss.backward(create_graph=how == "differentiable")
 

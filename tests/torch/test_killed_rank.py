@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import processes
+from processes import LIMIT, forks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +27,7 @@ def worker(rank: int, world: int, folder: str, engine: str) -> None:
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world,
-        timeout=timedelta(minutes=15),
+        timeout=timedelta(seconds=LIMIT / 2),
     )
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
@@ -51,13 +51,15 @@ def worker(rank: int, world: int, folder: str, engine: str) -> None:
 
 @pytest.mark.parametrize(("engine", "world"), [("ddp", 3), ("fsdp", 2)])
 def test_the_others_stop_with_an_error_and_save_nothing_more(tmp_path, engine, world):
-    context = processes()
+    context = forks()
     ranks = [context.Process(target=worker, args=(rank, world, str(tmp_path), engine)) for rank in range(world)]
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(timeout=1800)
+        process.join(timeout=LIMIT)
     codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
     assert codes[1] == -signal.SIGKILL
     assert not {0, None} & set(codes), "each ends, and with an error: an exception, or gloo's own abort"
     saved = {path.name for path in tmp_path.iterdir() if path.name[0].isdigit()}

@@ -3,12 +3,12 @@
 import contextlib
 import gc
 import math
-import threading
 import weakref
 
 import numpy as np
 import pytest
 import torch
+from processes import in_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -195,11 +195,7 @@ def test_two_trainings_in_two_threads_do_not_meet():
             opt.step()
             opt.zero_grad()
 
-    threads = [threading.Thread(target=train, args=(name,)) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda: train("a"), lambda: train("b"))
     train("c")
     for a, b, c in zip(*(nets[name].parameters() for name in "abc"), strict=True):
         assert torch.equal(a, c)

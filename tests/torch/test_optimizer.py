@@ -11,7 +11,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from closures import closure_of
+from closures import closure_of, one_step
+from pairs import pairwise
 
 from sgdol import SGDOL, reference, theory
 from sgdol.learners import FTRL, OnlineGradientDescent, OptimisticFTRL
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.filterwarnings(
 GRANULARITIES = ["global", "group", "tensor", "coordinate"]
 
 granularities = pytest.mark.parametrize("granularity", GRANULARITIES)
-of_pairs = pytest.mark.parametrize(("estimator", "k"), [("symmetric", 1), ("symmetric", 2), ("paper", 1)])
-"""With one backward per step, which both estimators know, and with two."""
+SOURCES = [("symmetric", 1), ("symmetric", 2), ("paper", 1)]
+"""Estimators, with one backward per step, which both know, and with two."""
 
 
 def network(dtype=torch.float64, seed=0) -> torch.nn.Module:
@@ -50,18 +51,13 @@ def objective(net, x: torch.Tensor) -> torch.Tensor:
 
 def train(net, opt, batches, updates: int, k: int = 2) -> list[torch.Tensor]:
     for _ in range(updates):
-        for _ in range(k):
-            (objective(net, next(batches)) / k).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (objective(net, next(batches)) / k for _ in range(k)))
     return [p.detach().clone() for p in net.parameters()]
 
 
 def alternate(net, opt, batches, steps: int) -> list[torch.Tensor]:
     for _ in range(steps):
-        objective(net, next(batches)).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, [objective(net, next(batches))])
     return [p.detach().clone() for p in net.parameters()]
 
 
@@ -162,10 +158,7 @@ def test_a_cycle_of_rate_and_momentum_is_that_of_sgd():
         opt = kind([x], lr=0.001, momentum=0.9)
         schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.002, total_steps=100)
         for _ in range(90):
-            for sign in (-1, 1):
-                (x + 0.1 * sign * x).div(2).backward()
-            opt.step()
-            opt.zero_grad()
+            one_step(opt, ((x + 0.1 * sign * x).div(2) for sign in (-1, 1)))
             schedule.step()
         found.append(x.item() - 1)
     assert found[0] == pytest.approx(found[1], rel=0.03)
@@ -179,10 +172,7 @@ def test_a_weight_decay_takes_away_what_that_of_sgd_does():
         x = scalar()
         opt = kind([x], lr=0.01, momentum=0.9, weight_decay=0.1)
         for _ in range(200):
-            for _ in range(2):
-                (0.0 * x).backward()
-            opt.step()
-            opt.zero_grad()
+            one_step(opt, (0.0 * x for _ in range(2)))
         left.append(math.log(x.item()))
     assert left[0] == pytest.approx(-2.0, rel=0.01)
     assert left[1] == pytest.approx(-2.0, rel=0.06)  # its momentum begins at 0
@@ -239,7 +229,7 @@ def test_weight_decay_is_decoupled_and_scaled_by_the_learned_step_size():
 
 
 @granularities
-@of_pairs
+@pytest.mark.parametrize(("estimator", "k"), SOURCES)
 def test_momentum_follows_its_definition(granularity, estimator, k):
     """m_t = beta m_{t-1} + (1 - beta) g, d = m_t / (1 - beta^t), u without the same-sample product, in plain numpy."""
     beta, lr, alpha, d = 0.8, 0.25, 0.7, 3
@@ -391,10 +381,7 @@ def test_a_group_that_joins_later_gets_the_share_of_alpha_that_its_size_had():
     assert float(opt.param_groups[1]["step_size"]) == pytest.approx((8.0 + u) / (8.0 + n))
 
 
-@pytest.mark.parametrize("metric", ["rms", "adagrad"])
-@pytest.mark.parametrize("granularity", ["tensor", "coordinate"])
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("k", [1, 2])
+@pairwise(metric=["rms", "adagrad"], granularity=["tensor", "coordinate"], skips=[False, True], k=[1, 2])
 def test_a_tensor_that_joins_later_is_measured_by_its_own_gradient_over_those_of_the_past(
     metric, granularity, skips, k
 ):
@@ -480,9 +467,7 @@ def test_a_closure_is_called_once_if_it_has_two_backward_passes_or_completes_a_p
     assert opt.diagnostics()["updates"] == 1
 
 
-@granularities
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("k", [1, 2])
+@pairwise(granularity=GRANULARITIES, unscale=[False, True], k=[1, 2])
 def test_grad_scaler_changes_nothing(granularity, unscale, k):
     plain, scaled = network(torch.float32), network(torch.float32)
     a = SGDOL(plain.parameters(), lr=0.1, granularity=granularity)
@@ -541,12 +526,15 @@ def test_a_pair_whose_shapes_differ_is_refused():
 # Noise, bad and absent ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("member", [0, 1])
-@of_pairs
-@granularities
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_gradient_that_is_not_finite_skips_the_update(bad, member, k, granularity, estimator, on_device):
+@pairwise(
+    granularity=GRANULARITIES,
+    source=SOURCES,
+    on_device=[False, True],
+    bad=[math.nan, math.inf],
+    member=[0, 1],
+)
+def test_a_gradient_that_is_not_finite_skips_the_update(granularity, source, on_device, bad, member):
+    estimator, k = source
     one, other = network(), network()
     options = {"lr": 0.1, "granularity": granularity, "estimator": estimator, "momentum": 0.5, "weight_decay": 0.01}
     a, b = SGDOL(one.parameters(), **options), SGDOL(other.parameters(), **options)
@@ -572,12 +560,14 @@ def test_a_gradient_that_is_not_finite_skips_the_update(bad, member, k, granular
         torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-13)
 
 
-@granularities
-@pytest.mark.parametrize("metric", ["euclidean", "rms"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@of_pairs
-def test_deciding_on_the_device_gives_the_same_numbers(granularity, metric, dtype, estimator, k):
-    results = []
+@pairwise(
+    granularity=GRANULARITIES,
+    source=SOURCES,
+    metric=["euclidean", "rms"],
+    dtype=[torch.float64, torch.float32, torch.bfloat16],
+)
+def test_deciding_on_the_device_gives_the_same_numbers(granularity, source, metric, dtype):
+    results, (estimator, k) = [], source
     options = {"lr": 0.1, "granularity": granularity, "estimator": estimator, "metric": metric}
     for host in (True, False):
         net = network(dtype)
@@ -615,9 +605,7 @@ def test_the_same_gradient_twice_has_no_noise_to_the_last_bit():
         torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)),
     )
     opt = SGDOL([x], lr=0.1)
-    (x * g).sum().backward()
-    opt.step()
-    opt.zero_grad()
+    one_step(opt, [(x * g).sum()])
     (x * g).sum().backward()
     with pytest.warns(UserWarning, match="the same gradient twice"):
         opt.step()
@@ -627,16 +615,13 @@ def test_the_same_gradient_twice_has_no_noise_to_the_last_bit():
 # Types ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("foreach", [False, True])
-@granularities
-@pytest.mark.parametrize("k", [1, 2])
-def test_half_precision_follows_full_precision(dtype, foreach, granularity, k):
+@pairwise(granularity=GRANULARITIES, dtype=[torch.bfloat16, torch.float16], k=[1, 2])
+def test_half_precision_follows_full_precision(granularity, dtype, k):
     """Sums are kept in float32 or wider; what remains is the rounding of parameters and gradients themselves."""
     nets = network(torch.float32), network(dtype)
     results = []
     for net, kind in zip(nets, (torch.float32, dtype), strict=True):
-        opt = SGDOL(net.parameters(), lr=0.1, foreach=foreach, granularity=granularity)
+        opt = SGDOL(net.parameters(), lr=0.1, granularity=granularity)
         run = train if k == 2 else alternate
         results.append(run(net, opt, Batches(kind), 10))
         for state in [*opt.state.values(), *opt.param_groups]:
@@ -654,14 +639,13 @@ def test_mixed_types_zero_dimensional_and_empty_tensors_in_one_optimizer():
         torch.nn.Parameter(torch.ones(2, dtype=torch.complex64)),
     ]
     for granularity in GRANULARITIES:
-        for foreach in (False, True):
-            opt = SGDOL(params, lr=0.01, granularity=granularity, foreach=foreach)
-            generator = torch.Generator().manual_seed(0)
-            for _ in range(4):
-                for p in params:
-                    p.grad = torch.randn(p.shape, dtype=p.dtype, generator=generator)
-                opt.step()
-            assert opt.diagnostics()["updates"] == 2
+        opt = SGDOL(params, lr=0.01, granularity=granularity)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.randn(p.shape, dtype=p.dtype, generator=generator)
+            opt.step()
+        assert opt.diagnostics()["updates"] == 2
     assert all(torch.isfinite(torch.view_as_real(p) if p.is_complex() else p).all() for p in params)
 
 
@@ -693,11 +677,10 @@ def test_one_cycle_moves_lr_and_momentum():
     assert objective(net, next(Batches(seed=5))).item() < before
 
 
-@granularities
-@of_pairs
-@pytest.mark.parametrize("metric", ["euclidean", "rms"])
-def test_step_does_not_wait_for_a_device(granularity, estimator, k, metric):
+@pairwise(granularity=GRANULARITIES, source=SOURCES, metric=["euclidean", "rms"])
+def test_step_does_not_wait_for_a_device(granularity, source, metric):
     """The meta device has no numbers at all: whoever asks it for one gets an error."""
+    estimator, k = source
     net = torch.nn.Sequential(network(torch.float32), torch.nn.Linear(2, 10_000)).to("meta")  # small tensors and large
     options = {"granularity": granularity, "estimator": estimator, "metric": metric, "averaging": 8}
     opt = SGDOL(net.parameters(), lr=0.1, weight_decay=0.1, **options)
@@ -760,11 +743,13 @@ def through_a_file(state):
     return torch.load(buffer, weights_only=True)
 
 
-@granularities
-@pytest.mark.parametrize("estimator", ["symmetric", "paper"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("steps", [4, 5])
-@pytest.mark.parametrize("way", ["state_dict", "pickle", "deepcopy"])
+@pairwise(
+    granularity=GRANULARITIES,
+    estimator=["symmetric", "paper"],
+    dtype=[torch.float64, torch.bfloat16],
+    steps=[4, 5],
+    way=["state_dict", "pickle", "deepcopy"],
+)
 def test_resuming_is_exact_also_in_the_middle_of_a_pair(granularity, estimator, dtype, steps, way):
     net = network(dtype)
     options = {"lr": 0.1, "granularity": granularity, "estimator": estimator, "momentum": 0.9}
@@ -902,10 +887,7 @@ def test_the_step_size_falls_as_gradients_get_noisy():
     opt = SGDOL([x], lr=1.0, momentum=0.0, learner=FTRL())
     seen = []
     for _ in range(300):
-        for _ in range(2):
-            ((x * x).sum() / 2 + (torch.randn(50) * x).sum()).div(2).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (((x * x).sum() / 2 + (torch.randn(50) * x).sum()).div(2) for _ in range(2)))
         seen.append(float(opt.param_groups[0]["step_size"]))
     assert seen[0] == 1.0
     assert seen[-1] < 0.4
@@ -923,10 +905,7 @@ def test_the_default_step_is_lr_until_that_is_too_long(momentum, limit, factor):
     x = torch.nn.Parameter(torch.full((50,), 3.0, dtype=torch.float64))
     opt = SGDOL([x], lr=factor * limit, momentum=momentum)
     for _ in range(300):
-        for _ in range(2):
-            ((x * x).sum() / 2 + 0.1 * (torch.randn(50) * x).sum()).div(2).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (((x * x).sum() / 2 + 0.1 * (torch.randn(50) * x).sum()).div(2) for _ in range(2)))
     step_size = float(opt.param_groups[0]["step_size"])
     assert (0.9 * opt.param_groups[0]["lr"] if factor < 1 else 0) < step_size < limit
     assert x.detach().square().mean() < 0.2  # from 9

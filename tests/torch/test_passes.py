@@ -6,10 +6,12 @@ closed form; or numbers that were worked out by hand.
 
 import copy
 import functools
-import threading
 
 import pytest
 import torch
+from closures import one_step
+from pairs import pairwise
+from processes import in_threads
 from torch.utils.checkpoint import checkpoint
 
 from sgdol import SGDOL
@@ -20,14 +22,14 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:SGDOL was given the same gradient twice", "ignore:SGDOL got one backward"
 )
 
-GRANULARITIES = ["global", "group", "tensor", "coordinate"]
+GRANULARITIES = ["tensor", "coordinate"]
+"""What is recorded of a pass: a number for each tensor, which other blocks are sums of, or one for each coordinate."""
 LR, ALPHA = 0.1, 0.5
 
 granularities = pytest.mark.parametrize("granularity", GRANULARITIES)
-few = pytest.mark.parametrize("granularity", ["global", "coordinate"])
 estimators = pytest.mark.parametrize("estimator", ["symmetric", "paper"])
-of_pairs = pytest.mark.parametrize(("estimator", "k"), [("symmetric", 1), ("symmetric", 2), ("paper", 1)])
-"""With one backward per step, which both estimators know, and with two."""
+SOURCES = [("symmetric", 1), ("symmetric", 2), ("paper", 1)]
+"""Estimators, with one backward per step, which both know, and with two."""
 
 
 PLAIN = {"momentum": 0.0, "learner": FTRL()}
@@ -143,7 +145,7 @@ def assert_first_update(opt, *, u: float, n: float, k: int = 2) -> None:
 # The loop as it is ----------------------------------------------------------------------------------------------------
 
 
-@granularities
+@pytest.mark.parametrize("granularity", ["global", "group", *GRANULARITIES])
 @pytest.mark.parametrize("k", [2, 3])
 def test_every_backward_pass_is_one_contribution(granularity, k):
     expected = truth(network(), objective, inputs(3 * k), granularity, k=k)
@@ -212,29 +214,19 @@ def trained_with_scaler(net, objective, batches, granularity, unscale, clip=None
     return flat(net)
 
 
-@granularities
-@pytest.mark.parametrize("unscale", [False, True])
-def test_unscaling_is_noticed_where_the_largest_gradients_are_mostly_zero(granularity, unscale):
-    expected = truth(Recommender(), score, rows(6), granularity)
-    assert_equal(trained_with_scaler(Recommender(), score, rows(6), granularity, unscale), expected)
-
-
-@granularities
-@pytest.mark.parametrize("subset", [[0, 1], [0], [2, 3]], ids=["tables", "one table", "head"])
-def test_unscaling_is_noticed_where_a_subset_is_clipped_afterwards(granularity, subset):
-    clip = (subset, 1e-2)
-    expected = truth(Recommender(), score, rows(6), granularity, clip=clip)
-    assert_equal(trained_with_scaler(Recommender(), score, rows(6), granularity, True, clip), expected)
-
-
-@granularities
-@pytest.mark.parametrize("scaled", [False, True])
-def test_clipping_a_subset_rescales_that_subset_alone(granularity, scaled):
-    clip = ([0, 2], 1e-2)
-    expected = truth(network(), objective, inputs(6), granularity, clip=clip)
-    assert_equal(
-        trained_with_scaler(network(), objective, inputs(6), granularity, True, clip, enabled=scaled), expected
-    )
+@pairwise(
+    granularity=GRANULARITIES,
+    model=[(Recommender, score, rows), (network, objective, inputs)],
+    subset=[None, (0, 1), (0,), (0, 2)],
+    unscale=[False, True],
+    scaled=[False, True],
+)
+def test_unscaling_and_clipping_some_tensors_are_followed_tensor_by_tensor(granularity, model, subset, unscale, scaled):
+    make, loss, batches = model
+    clip = None if subset is None else (subset, 1e-2)
+    expected = truth(make(), loss, batches(6), granularity, clip=clip)
+    found = trained_with_scaler(make(), loss, batches(6), granularity, unscale or subset, clip, enabled=scaled)
+    assert_equal(found, expected)
 
 
 # Nested graph tasks ---------------------------------------------------------------------------------------------------
@@ -272,8 +264,8 @@ def test_checkpointing_without_reentry_is_one_pass_per_microbatch(layout):
     def recomputed(net, x):
         return (LAYOUTS[layout](net, x, False) - x[:, :1].sin()).square().mean()
 
-    expected = undisturbed("global")
-    assert_equal(trained(network(), recomputed, inputs(6), "global"), expected)
+    expected = undisturbed("tensor")
+    assert_equal(trained(network(), recomputed, inputs(6), "tensor"), expected)
 
 
 class Tied(torch.nn.Module):
@@ -334,9 +326,11 @@ def one_whole_pass_and_a_half(net, x) -> None:
     fail_half_way(net, x)
 
 
-@granularities
-@pytest.mark.parametrize("thrown_away", [one_whole_pass, fail_half_way, one_whole_pass_and_a_half])
-@pytest.mark.parametrize("zero", ZERO)
+@pairwise(
+    granularity=GRANULARITIES,
+    thrown_away=[one_whole_pass, fail_half_way, one_whole_pass_and_a_half],
+    zero=list(ZERO),
+)
 def test_passes_that_are_thrown_away_leave_nothing_behind(granularity, thrown_away, zero):
     seen = []
 
@@ -401,12 +395,10 @@ def of_given_inputs(net, opt, loss, x):
 
 
 def in_another_thread(net, opt, loss, x):
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
+    in_threads(loss.backward)
 
 
-@few
+@granularities
 @pytest.mark.parametrize("one_pass", [retained, differentiable, of_given_inputs, in_another_thread])
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_every_kind_of_backward_is_one_contribution(granularity, one_pass):
@@ -440,17 +432,10 @@ def test_a_parameter_unfrozen_later_is_watched_from_its_first_step_on(granularit
     b.requires_grad_(True)
     for _ in range(2):
         ((a + 3 * b) / 2).backward()
-        ((a - b) / 2).backward()
-        opt.step()
-        opt.zero_grad()
-    found = opt.diagnostics()
-    if granularity in ("global", "group"):
-        s = (ALPHA + 1) / (ALPHA + 2)
-        surrogate = (2 / 2 - 1) + (s**2 * 2 / 2 - s * (1 - 3))
-    else:
-        s_b = ALPHA / (ALPHA + 1)
-        surrogate = (2 / 2 - 1) + (1 / 2 - 1) + (s_b**2 / 2 - s_b * -3)
-    assert found["cumulative_surrogate"] == pytest.approx(LR * surrogate)
+        one_step(opt, [(a - b) / 2])
+    s_b = ALPHA / (ALPHA + 1)
+    surrogate = (2 / 2 - 1) + (1 / 2 - 1) + (s_b**2 / 2 - s_b * -3)
+    assert opt.diagnostics()["cumulative_surrogate"] == pytest.approx(LR * surrogate)
 
 
 @granularities
@@ -550,9 +535,11 @@ def test_a_parameter_in_one_of_two_steps_counts_as_zero_in_the_other(granularity
 # Closures -------------------------------------------------------------------------------------------------------------
 
 
-@granularities
-@estimators
-@pytest.mark.parametrize("when", ["before backward", "half-way through backward"])
+@pairwise(
+    granularity=GRANULARITIES,
+    estimator=["symmetric", "paper"],
+    when=["before backward", "half-way through backward"],
+)
 def test_a_closure_that_raises_loses_no_held_gradient(granularity, estimator, when):
     net = network()
     first, second, third = inputs(3)
@@ -583,9 +570,9 @@ def test_a_closure_that_raises_loses_no_held_gradient(granularity, estimator, wh
 # Memory -------------------------------------------------------------------------------------------------------------
 
 
-@granularities
-@of_pairs
-def test_lazily_conjugated_gradients_are_complex_gradients(granularity, estimator, k):
+@pairwise(granularity=GRANULARITIES, source=SOURCES)
+def test_lazily_conjugated_gradients_are_complex_gradients(granularity, source):
+    estimator, k = source
     generator = torch.Generator().manual_seed(0)
     z = torch.nn.Parameter(torch.randn(3, 2, dtype=torch.complex128, generator=generator))
     x = torch.nn.Parameter(torch.view_as_real(z.detach()).clone())
@@ -633,10 +620,9 @@ def test_channels_last_parameters_are_parameters(granularity, scaled):
     assert_equal(found, expected)
 
 
-@granularities
-@of_pairs
-@pytest.mark.parametrize("kind", ["transposed", "every other row", "some columns"])
-def test_parameters_with_gaps_or_another_order_in_memory_are_parameters(granularity, estimator, k, kind):
+@pairwise(granularity=GRANULARITIES, source=SOURCES, kind=["transposed", "every other row", "some columns"])
+def test_parameters_with_gaps_or_another_order_in_memory_are_parameters(granularity, source, kind):
+    estimator, k = source
     base = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     strange = torch.nn.Parameter(
         {"transposed": base.clone().t(), "every other row": base.clone()[::2], "some columns": base.clone()[:, 1:3]}[
@@ -670,7 +656,7 @@ def test_a_large_parameter_without_a_gradient_does_not_make_the_others_keep_thei
         for weight in noise:
             for p in (used, twin):
                 (p.square() * weight).sum().backward()
-        assert not (opt.state and 0 in opt._passes.known._vectors)
+        assert not (opt.state and 0 in opt._passes.contributions._vectors)
         for optimizer in (opt, other):
             optimizer.step()
             optimizer.zero_grad()

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from closures import one_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -329,10 +330,7 @@ def test_a_tensor_of_one_number_is_a_coordinate_also_if_it_was_away_when_momentu
             if step == 2:
                 opt.param_groups[0]["momentum"] = 0.9
             here = [x] if step in (2, 4) else [x, y]
-            for _ in range(2):
-                sum(((p + rng.normal()) ** 2).sum() / 4 for p in here).backward()
-            opt.step()
-            opt.zero_grad()
+            one_step(opt, (sum(((p + rng.normal()) ** 2).sum() / 4 for p in here) for _ in range(2)))
         return [x.item(), y.item(), opt.state[y]["learner.h_sum"].item()]
 
     assert trained("coordinate") == pytest.approx(trained("tensor"), rel=1e-12)

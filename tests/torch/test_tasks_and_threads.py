@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from closures import closure_of
+from processes import in_threads
 from torch.utils.checkpoint import checkpoint
 
 from sgdol import SGDOL, SGDOLFree
@@ -128,11 +129,7 @@ def at_the_same_time(net, batch, *, before):
     for x in batch[:before]:
         net(x).square().mean().backward()
     losses = [net.head(Meeting.apply(net.block(x), barrier)).square().mean() for x in batch[before:]]
-    threads = [threading.Thread(target=loss.backward) for loss in losses]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(loss.backward for loss in losses))
     return sum(losses)
 
 

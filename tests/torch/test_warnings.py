@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from closures import one_step
 
 from sgdol import PAPER, SGDOL
 from sgdol.learners import FTRL
@@ -120,10 +121,7 @@ def test_divergence_is_said_once_after_ten_skips_and_names_lr():
     opt = SGDOL([x], lr=1e9)
     with said() as sentences:
         for _ in range(100):
-            for g in itertools.islice(noise(1), 2):
-                (x**4).sum().add(x @ g).div(2).backward()
-            opt.step()
-            opt.zero_grad()
+            one_step(opt, ((x**4).sum().add(x @ g).div(2) for g in itertools.islice(noise(1), 2)))
     assert [DIVERGED in s and "lr=1e+09" in s for s in sentences if "same gradient" not in s] == [True]
 
 
@@ -132,10 +130,7 @@ def test_skips_between_updates_are_not_divergence():
     opt = SGDOL([x], lr=0.1)
     with said() as sentences:
         for step in range(40):
-            for g in itertools.islice(noise(step), 2):
-                (x @ (g * (math.nan if step % 2 else 1))).backward()
-            opt.step()
-            opt.zero_grad()
+            one_step(opt, (x @ (g * (math.nan if step % 2 else 1)) for g in itertools.islice(noise(step), 2)))
     assert opt.diagnostics()["skipped"] == 20
     assert not any(DIVERGED in s for s in sentences)
 
@@ -195,34 +190,3 @@ def test_diagnostics_are_bounded_where_there_is_no_noise():
     found = opt.diagnostics()
     assert 2.0**40 < found["signal_to_noise"] <= 2.0**52
     assert 0 <= found["noise_scale"] < 2.0**-40
-
-
-@pytest.mark.parametrize("granularity", ["global", "tensor", "coordinate"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("place", [0, 1, 3])
-def test_one_microbatch_of_many_that_is_not_finite_skips_the_update(granularity, bad, place):
-    x, y = weight(), weight()
-    opt = SGDOL([x, y], lr=0.1, granularity=granularity)
-    for number, g in enumerate(itertools.islice(noise(), 4)):
-        (y @ g + x @ (g * (bad if number == place else 1))).backward()
-    opt.step()
-    assert opt.diagnostics()["skipped"] == 1
-    assert torch.equal(x, weight())
-
-
-def test_the_averaged_state_of_a_model_has_the_averages_and_leaves_the_model_as_it_is():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    opt = SGDOL(model.parameters(), lr=0.1, averaging=0)
-    for _ in range(3):
-        backward(lambda x: (model(x) * x[:, :2]).mean(), torch.randn(8, 3))
-        opt.step()
-        opt.zero_grad()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    saved = opt.averaged_state_dict(model)
-    with opt.averaged():
-        expected = {name: value.clone() for name, value in model.state_dict().items()}
-    assert saved.keys() == before.keys()
-    assert all(torch.equal(saved[name], expected[name]) for name in saved)
-    assert not torch.equal(saved["0.weight"], before["0.weight"])
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import launch
+from ranks import connect, on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from sgdol import SGDOL
@@ -75,14 +75,12 @@ def joined(rank: int, **options) -> dict:
     return {"said": "", "made": made, **outcome(net, opt)}
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def everything(rank: int, world: int, rendezvous: str) -> dict[str, dict]:
     warnings.simplefilter("ignore")
 
     def begin() -> None:
         if not dist.is_initialized():
-            address = f"file://{folder}/rendezvous"
-            dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD)
+            connect(rendezvous, rank, world)
 
     calls = iter([lambda: None, begin])
     done = {"a step before there are ranks": wrapped_late(rank, lambda: next(calls)())}
@@ -90,15 +88,13 @@ def worker(rank: int, folder: str) -> None:
     done["wrapped again"] = wrapped_again(rank)
     done["thrown"] = joined(rank, throw_on_early_termination=True)
     done["joined"] = joined(rank)
-    torch.save(done, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return done
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("world")
-    launch(worker, (str(folder),), WORLD)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    rendezvous = tmp_path_factory.mktemp("world") / "rendezvous"
+    return on_ranks(everything, WORLD, str(rendezvous), connected=False)
 
 
 @pytest.mark.parametrize("case", ["a step before there are ranks", "a step before the wrapper"])

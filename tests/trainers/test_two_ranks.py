@@ -1,9 +1,9 @@
 """Lightning and Accelerate on two ranks with gloo: k = ranks x accumulated batches, the same as one process."""
 
-import subprocess
 import sys
 
 import pytest
+from processes import output
 
 COMMON = """
 import torch
@@ -228,6 +228,4 @@ def test_two_ranks_are_the_same_as_one_process(tmp_path, program):
     script = tmp_path / "train.py"
     script.write_text(COMMON + program)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run([sys.executable, *launch], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("same as one process") == 4
+    assert output([sys.executable, *launch], cwd=tmp_path).count("same as one process") == 4

@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 __all__ = ["GRANULARITIES", "Blocks", "Granularity", "add", "as_real", "dot", "is_complex", "numbers", "total"]
 
@@ -61,13 +62,31 @@ class Blocks:
         order = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         self.block_of = [order[label] for label in labels]
         """The number of the block that each leaf is in."""
-        self._count = len(order)
+        self.count = len(order)
+        """The number of blocks."""
+        self.zeros = [jnp.zeros(() if granularity == "global" else self.count, self.dtype)]
+        """A zero for each block, in a type that sums can be kept in."""
+        if self.per_coordinate:
+            self.zeros = [jnp.zeros(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
         pieces: dict[Any, list[int]] = {}
         for i, (size, dtype) in enumerate(zip(self._sizes, self.dtypes, strict=True)):
             joins = size <= _SMALL and dtype == self.dtype and not self.per_coordinate and _on_one_cpu()
             pieces.setdefault(self.block_of[i] if joins else (i,), []).append(i)
         self._pieces = list(pieces.values())
         """The leaves in each array of a vector."""
+
+    @property
+    def shares(self) -> list[Any]:
+        """By how much each block shares in the coordinates of all."""
+        whole = max(sum(self._sizes), 1)
+        if self.granularity == "global":
+            return [1.0]
+        if self.per_coordinate:
+            return [1.0 / whole] * len(self._sizes)
+        sizes = [0] * self.count
+        for number, size in zip(self.block_of, self._sizes, strict=True):
+            sizes[number] += size
+        return [jnp.asarray(sizes, self.dtype) / whole]
 
     def join(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """The vector with these leaves, or several of them along a new first axis of every leaf."""
@@ -93,12 +112,6 @@ class Blocks:
                 begin += self._sizes[i]
         return [leaves[i] for i in range(len(leaves))]
 
-    def zeros(self) -> list[jax.Array]:
-        """A zero for each block, in a type that sums can be kept in."""
-        if self.per_coordinate:
-            return [jnp.zeros(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
-        return [jnp.zeros(() if self.granularity == "global" else self._count, self.dtype)]
-
     def products(self, a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
         """The products of two vectors, summed over each block.
 
@@ -110,20 +123,8 @@ class Blocks:
         if self.granularity == "global":
             return [dot(a, b, self.dtype)]
         blocks = [self.block_of[piece[0]] for piece in self._pieces]
-        parts = [[i for i, number in enumerate(blocks) if number == block] for block in range(self._count)]
+        parts = [[i for i, number in enumerate(blocks) if number == block] for block in range(self.count)]
         return [jnp.stack([dot([a[i] for i in part], [b[i] for i in part], self.dtype) for part in parts])]
-
-    def shares(self) -> list[Any]:
-        """By how much each block shares in the coordinates of all."""
-        whole = max(sum(self._sizes), 1)
-        if self.granularity == "global":
-            return [1.0]
-        if self.per_coordinate:
-            return [1.0 / whole] * len(self._sizes)
-        sizes = [0] * self._count
-        for number, size in zip(self.block_of, self._sizes, strict=True):
-            sizes[number] += size
-        return [jnp.asarray(sizes, self.dtype) / whole]
 
 
 def _labels(param_labels: Labels, params: Any) -> list[Any]:
@@ -168,9 +169,10 @@ def numbers(values: list[Any], dtype: Any) -> jax.Array:
     >>> numbers([1.0, 2.0], jnp.float32).tolist()
     [1.0, 2.0]
     """
-    # XLA for CPUs makes a kernel of every operand of a concatenation, and one kernel of this.
+    # XLA for CPUs makes a kernel of every operand of a concatenation, and one kernel of this. The masks are numpy's,
+    # constants of the program: jax.numpy's are computed anew in every step if there is a loop in the program.
     values = [jnp.asarray(value, dtype)[..., None] for value in values]
-    places = jnp.arange(len(values))
+    places = np.arange(len(values))
     return functools.reduce(lambda all_, i: jnp.where(places == i, values[i], all_), range(len(values)), values[0])
 
 

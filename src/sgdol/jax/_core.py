@@ -7,12 +7,11 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from sgdol import surrogate
+from sgdol import summary, surrogate
 from sgdol.jax._axes import sum_over
 from sgdol.jax._blocks import Blocks, as_real, numbers, total
 from sgdol.jax._metric import Memory, Norm, choose_unit, divided, in_unit, largest
 from sgdol.jax._options import Scaling
-from sgdol.jax._record import Statistics, after_update, empty
 from sgdol.jax._sources import Gradients, refuse_integers, take
 from sgdol.learners import uses_hindsight
 from sgdol.metrics import Euclidean, is_scale_free
@@ -42,8 +41,8 @@ class ScaleBySGDOLState(NamedTuple):
     metric: Any
     """What the metric remembers (:class:`sgdol.jax._metric.Memory`); empty with Euclid's."""
     direction: Any
-    """d_t of the last update in units of ``unit``, like the parameters, if the learner uses hindsight and nothing else
-    tells it; else empty."""
+    """d_t of the last update, times the weight that m_t is divided by, in units of ``unit``, like the parameters, if
+    the learner uses hindsight and nothing else tells it; else empty."""
 
     @property
     def count(self) -> jax.Array:  # type: ignore[override]  # optax's word for it hides a tuple's method
@@ -96,6 +95,29 @@ class Learned(NamedTuple):
     """The learner's named tuple of such trees."""
 
 
+class _Statistics(NamedTuple):
+    """What an update is made of; gradients in units, products in their squares, of each block."""
+
+    d: list[jax.Array]
+    """The direction, real, in float32 or wider..."""
+    scale: jax.Array
+    """...which has to be divided by this."""
+    trace: list[jax.Array]
+    """The momentum m_t; empty without."""
+    weight: jax.Array
+    """The sum of the weights of the gradients in m_t."""
+    u: list[jax.Array]
+    """The signal that the learner sees..."""
+    n: list[jax.Array]
+    """...and the squared length."""
+    own_u: list[jax.Array]
+    """The same two of the gradients themselves..."""
+    own_n: list[jax.Array]
+    """...which without momentum are those above."""
+    last: list[jax.Array]
+    """<gbar_t, d_{t-1}>, if the learner uses hindsight; else zeros."""
+
+
 class Core:
     """From gradients to s d/(1 - beta); the rate lr is only needed for the record."""
 
@@ -107,32 +129,31 @@ class Core:
         self._kind: Any = jax.tree.structure(self._learner.initial(0.0))
         self._hindsight = uses_hindsight(self._learner)
         self._scale_free = is_scale_free(self._metric)
-        # With Euclid's norm and momentum, d_{t-1} is the trace.
-        self._trace_tells = isinstance(self._metric, Euclidean) and options.momentum is not None
-        self._keeps_direction = self._hindsight and not self._trace_tells
+        # With Euclid's norm and momentum, d is the trace, but for a number.
+        self._follows_trace = isinstance(self._metric, Euclidean) and options.momentum is not None
+        self._keeps_direction = self._hindsight and not self._follows_trace
 
     def init(self, params: Any, rate: Any = 1.0) -> ScaleBySGDOLState:
         refuse_integers(params)
         options = self._options
         blocks = Blocks(options.granularity, params, options.param_labels)
-        zeros = blocks.zeros()
-        states = [self._learner.initial(zero) for zero in zeros]
-        self._refuse_other_shapes(states, zeros)
-        alphas, unit = zeros, jnp.zeros((), blocks.dtype)
+        states = [self._learner.initial(zero) for zero in blocks.zeros]
+        self._refuse_other_shapes(states, blocks.zeros)
+        alphas, unit = blocks.zeros, jnp.zeros((), blocks.dtype)
         if options.alpha is not None:
             one = jnp.ones((), blocks.dtype)
             if self._measures_in_alpha(blocks):
-                unit, _ = choose_unit([jnp.sqrt(in_unit(options.alpha, one))], blocks.dtype)
+                unit = choose_unit([jnp.sqrt(in_unit(options.alpha, one))], blocks.dtype)
             first = in_unit(options.alpha, jnp.where(unit > 0, unit, one))
-            alphas = [zero + first.astype(zero.dtype) for zero in zeros]
+            alphas = [zero + first.astype(zero.dtype) for zero in blocks.zeros]
         multipliers = [self._learner.predict(s, a) for s, a in zip(states, alphas, strict=True)]
         vectors = [jnp.zeros_like(as_real(jnp.asarray(leaf))) for leaf in jax.tree.leaves(params)]
         like_params = jax.tree.unflatten(blocks.tree, vectors)
+        rates = jnp.broadcast_to(jnp.asarray(rate, blocks.dtype), blocks.count if options.granularity == "group" else 1)
+        record = [jnp.zeros(5, blocks.dtype), rates] if options.record else []
         state = ScaleBySGDOLState(
             counts=jnp.zeros(5, jnp.int32),
-            numbers=jnp.concatenate(
-                [jnp.stack([jnp.zeros_like(unit), unit]), *([empty(blocks, rate)] * options.record)]
-            ),
+            numbers=jnp.concatenate([jnp.stack([jnp.zeros_like(unit), unit]), *record]),
             blocks=self._packed(blocks, alphas, multipliers, states),
             held=jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), jnp.result_type(p)), params),
             trace=like_params if options.momentum is not None else (),
@@ -155,134 +176,125 @@ class Core:
         found = take(updates, others, state.held, options.estimator, options.axis_name, blocks)
 
         # Gradients in units; D of the past, which without a past is made of the present mean.
-        before = state.numbers[..., 1]
-        unit, has_unit = before, before > 0
+        unit = state.unit
         if not self._measures_in_alpha(blocks):
             # A branch, as this is needed once: the largest entry of all gradients takes time to find.
-            unit, has_unit = jax.lax.cond(
-                has_unit, lambda: (before, has_unit), lambda: choose_unit(found.mean, blocks.dtype)
-            )
+            unit = jax.lax.cond(unit > 0, lambda: state.unit, lambda: choose_unit(found.mean, blocks.dtype))
+        has_unit, unit = unit > 0, jnp.where(unit > 0, unit, 1.0)
         given = found.mean
-        found = found._replace(vectors=divided(found.vectors, unit), mean=divided(found.mean, unit))
+        found = found._replace(vectors=[divided(v, unit) for v in found.vectors], mean=divided(found.mean, unit))
         mean = found.mean if self._scale_free else given
         memory = [] if self._memory.is_empty else self._memory.unpack(state.metric, blocks.tree, blocks.dtypes)
         norm = Norm(self._metric, memory, mean, blocks)
 
-        # (d, u, n) -> multiplier s -> move s d/(1 - beta): d is an average, and lr the rate of a sum, as in optax.sgd.
-        seen, trace, weight = self._measure(state, found, norm, blocks)
+        # (d, u, n) -> multiplier s; the update is s d/(1 - beta): d is an average, and lr the rate of a sum, as in sgd.
+        seen = self._measure(state, found, norm, blocks)
         alphas, multipliers, learned = self._learn(state, seen, unit, blocks)
-        share: Any = 1.0
-        if options.momentum is not None:
-            share = 1 - jnp.asarray(options.momentum, blocks.dtype)
-        moves = self._moves(multipliers, share, seen.d, unit, params, found, state, blocks)
+        share = 1 - jnp.asarray(0.0 if options.momentum is None else options.momentum, blocks.dtype)
 
         # Squares of a finite gradient may overflow, and one infinite sum would end the learning for ever.
         finite = jnp.isfinite(total(seen.own_u) + total(seen.own_n) + total(seen.last))
         enough: Any = True if found.waiting is None else state.pending
         go = finite & enough
         # A signal without a direction, of gradients that cancel, has been taken in this unit, too.
-        unit = jnp.where(has_unit | (total(seen.own_u) != 0), unit, 0.0)
-        values, identical = [weight, unit], jnp.zeros((), bool)
+        values = [seen.weight, jnp.where(has_unit | (total(seen.own_u) != 0), unit, 0.0)]
         if options.record:
-            recorded, identical = after_update(state.numbers[..., 2:], blocks, seen, multipliers, rate, share)
-            values += recorded
-        tree = blocks.tree
+            values += self._recorded(state.numbers[..., 2:], blocks, seen, multipliers, rate, share)
         metric = state.metric
         if norm.operators is not None:
             observed = [self._metric.observe(s, g) for s, g in zip(memory, blocks.split(mean), strict=True)]
-            metric = self._memory.pack(observed, tree, blocks.dtypes)
+            metric = self._memory.pack(observed, blocks.tree, blocks.dtypes)
+        direction = blocks.split(seen.d)
+        nothing = cast(Any, ())  # what is not chosen by go
+        old = state._replace(counts=nothing, held=nothing)
+        new = old._replace(
+            numbers=numbers(values, blocks.dtype),
+            blocks=self._packed(blocks, alphas, multipliers, learned),
+            trace=jax.tree.unflatten(blocks.tree, blocks.split(seen.trace)) if seen.trace else (),
+            metric=metric,
+            direction=jax.tree.unflatten(blocks.tree, direction) if self._keeps_direction else (),
+        )
+        new = jax.tree.map(lambda a, b: jnp.where(go, a, b).astype(b.dtype), new, old)
+        # Without the barrier, XLA computes the update from the old trace and not from the new one. A trace that is
+        # donated is then copied first: it cannot be overwritten as long as anybody reads it.
+        direction = [] if self._follows_trace else [jnp.where(go, d, 0.0) for d in direction]
+        new, direction = jax.lax.optimization_barrier((new, direction))
+        direction = direction or jax.tree.leaves(new.trace)
+        factors = [jnp.where(go, s / share.astype(s.dtype), 0.0) for s in multipliers]
+        moves = self._moves(factors, direction, unit / seen.scale, params, found, state, blocks)
+
+        own_u, own_n = total(seen.own_u), total(seen.own_n)
+        identical = (own_n > 0) & (jnp.abs(own_n - own_u) <= 8 * jnp.finfo(blocks.dtype).eps * own_n)
         count, _, skipped, same, k = (state.counts[..., i] for i in range(5))
-        last_count = jnp.iinfo(jnp.int32).max
         counts = [
-            jnp.where(go & (count < last_count), count + 1, count),
+            jnp.where(go & (count < jnp.iinfo(jnp.int32).max), count + 1, count),
             ~jnp.asarray(enough),
             skipped + (~finite & enough),
             same + (go & identical),
             jnp.where(go, found.k, k),
         ]
-        nothing = cast(Any, ())  # what is not chosen by go
-        moved = state._replace(
-            numbers=numbers(values, blocks.dtype),
-            blocks=self._packed(blocks, alphas, multipliers, learned),
-            trace=() if trace is None else jax.tree.unflatten(tree, blocks.split(trace)),
-            metric=metric,
-            direction=jax.tree.unflatten(tree, blocks.split(seen.d)) if self._keeps_direction else (),
-            counts=nothing,
-            held=nothing,
-        )
-        new = jax.tree.map(
-            lambda a, b: jnp.where(go, a, b).astype(b.dtype), moved, state._replace(counts=nothing, held=nothing)
-        )._replace(counts=numbers(counts, jnp.int32), held=state.held)
+        held = state.held
         if found.waiting is not None:
-            zeros = jax.tree.map(jnp.zeros_like, state.held)
-            held = jax.tree.map(lambda a, b: jnp.where(enough, a, b), zeros, found.waiting)
-            new = new._replace(held=held)
-        return jax.tree.unflatten(tree, [jnp.where(go, move, jnp.zeros_like(move)) for move in moves]), new
+            held = jax.tree.map(lambda g: jnp.where(enough, jnp.zeros_like(g), g), found.waiting)
+        return jax.tree.unflatten(blocks.tree, moves), new._replace(counts=numbers(counts, jnp.int32), held=held)
 
     def _measures_in_alpha(self, blocks: Blocks) -> bool:
         """Whether a given alpha sets the unit: float64 holds every square that matters beside it."""
         return self._options.alpha is not None and jnp.finfo(blocks.dtype).maxexp >= 1024
 
-    def _measure(
-        self, state: ScaleBySGDOLState, found: Gradients, norm: Norm, blocks: Blocks
-    ) -> tuple[Statistics, list[jax.Array] | None, Any]:
-        """The statistics of the update, the momentum m_t and the sum of its weights."""
-        options, mean = self._options, found.mean
+    def _measure(self, state: ScaleBySGDOLState, found: Gradients, norm: Norm, blocks: Blocks) -> _Statistics:
+        r"""The statistics of the update.
+
+        Over the devices of a named axis the k gradients are those of all devices, and besides their mean one number
+        per block is communicated: :math:`Q = \sum_i \|g_i\|^2, u = \frac{k}{k-1} (\|\bar g\|^2 - Q/k^2)`.
+        """
+        options, mean, k = self._options, found.mean, found.k
         d = norm.sharp(mean)
         own_n = n = blocks.products(mean, d)
-        own_u = u = self._signal(found, norm, n, blocks)
-        low = blocks.zeros()  # by how much products with earlier gradients in the momentum are low
+        if len(found.vectors) == 2:  # for equal gradients, u = n to the last bit
+            own_u = blocks.products(found.vectors[0], norm.sharp(found.vectors[1]))
+        else:
+            squares = blocks.products(found.vectors[0], norm.sharp(found.vectors[0], several=True))
+            squares = sum_over(found.axes, squares) if found.axes else squares
+            own_u = [surrogate.symmetric_signal(length, q / k**2, k) for length, q in zip(n, squares, strict=True)]
+        low = blocks.zeros  # by how much products with earlier gradients in the momentum are low
         if options.epoch is not None:
             # Products of two gradients of one epoch are low by a number of which (n - u)/B is an unbiased estimate.
             # Of m_{t-1}, a share of 1 - beta^p, p the updates since the epoch began, is of the same epoch.
-            low = [(n_ - u_) / jnp.asarray(options.epoch, u_.dtype) for u_, n_ in zip(u, n, strict=True)]
-            own_u = u = [u_ + c for u_, c in zip(u, low, strict=True)]
+            low = [(n_ - u_) / jnp.asarray(options.epoch, u_.dtype) for u_, n_ in zip(own_u, n, strict=True)]
+            own_u = [u_ + c for u_, c in zip(own_u, low, strict=True)]
             beta = jnp.asarray(0.0 if options.momentum is None else options.momentum)
             share = 1 - beta ** jnp.mod(state.count, jnp.asarray(options.epoch, state.count.dtype))
             low = [share.astype(c.dtype) * c for c in low]
-        trace, weight, before = None, state.numbers[..., 0], jnp.ones((), blocks.dtype)
-        crosses = low
+        u, crosses, trace, weight = own_u, low, [], state.trace_weight
+        before = after = jnp.ones((), blocks.dtype)  # the weights that m_{t-1} and m_t are divided by
         if options.momentum is not None:
             beta = jnp.asarray(options.momentum, blocks.dtype)
             if options.bias_correction:
                 before = jnp.where(weight > 0, weight, 1.0)
             weight = beta * weight + (1 - beta)
-            corrected = weight if options.bias_correction else jnp.ones_like(weight)
+            after = weight if options.bias_correction else after
             past = blocks.join(blocks.tree.flatten_up_to(state.trace))
             # <m_{t-1}, D^-1 gbar_t>, D being symmetric.
             crosses = [cross + c for cross, c in zip(blocks.products(past, d), low, strict=True)]
             trace = [beta.astype(m.dtype) * m + (1 - beta).astype(m.dtype) * g for m, g in zip(past, mean, strict=True)]
-            corrected_trace = [m / corrected.astype(m.dtype) for m in trace]
-            d = norm.sharp(corrected_trace)
+            d = norm.sharp(trace)
             if options.statistics == "direction":
-                n = blocks.products(corrected_trace, d)
+                n = [v / after.astype(v.dtype) ** 2 for v in blocks.products(trace, d)]
                 u = [
-                    surrogate.momentum_signal(cross, own, beta.astype(own.dtype), corrected.astype(own.dtype))
-                    for cross, own in zip(crosses, u, strict=True)
+                    surrogate.momentum_signal(cross, own, beta.astype(own.dtype), after.astype(own.dtype))
+                    for cross, own in zip(crosses, own_u, strict=True)
                 ]
-        last = blocks.zeros()
+        last = blocks.zeros
         if self._keeps_direction:
             products = blocks.products(mean, blocks.join(blocks.tree.flatten_up_to(state.direction)))
-            last = [v + c / before.astype(c.dtype) for v, c in zip(products, low, strict=True)]
+            last = [(v + c) / before.astype(c.dtype) for v, c in zip(products, low, strict=True)]
         elif self._hindsight:
             last = [cross / before.astype(cross.dtype) for cross in crosses]
-        return Statistics(d, u, n, own_u, own_n, last), trace, weight
-
-    def _signal(self, found: Gradients, norm: Norm, n: list[jax.Array], blocks: Blocks) -> list[jax.Array]:
-        r"""U of the gradients alone; the symmetric estimator uses all of them, the paper's the first two.
-
-        Over the devices of a named axis the k gradients are those of all devices, and besides their mean one number
-        per block is communicated: :math:`Q = \sum_i \|g_i\|^2, u = \frac{k}{k-1} (\|\bar g\|^2 - Q/k^2)`.
-        """
-        if (found.k == 2 and not found.axes) or self._options.estimator == "paper":
-            # For equal gradients, u = n to the last bit.
-            return blocks.products([g[0] for g in found.vectors], norm.sharp([g[1] for g in found.vectors]))
-        k, squares = found.k, blocks.products(found.vectors, norm.sharp(found.vectors, several=True))
-        squares = sum_over(found.axes, squares) if found.axes else squares
-        return [surrogate.symmetric_signal(length, q / k**2, k) for length, q in zip(n, squares, strict=True)]
+        return _Statistics(d, after, trace, weight, u, n, own_u, own_n, last)
 
     def _learn(
-        self, state: ScaleBySGDOLState, seen: Statistics, unit: jax.Array, blocks: Blocks
+        self, state: ScaleBySGDOLState, seen: _Statistics, unit: jax.Array, blocks: Blocks
     ) -> tuple[list[jax.Array], list[jax.Array], list[Any]]:
         """alpha, the multiplier and the learner's state of each block."""
         if blocks.per_coordinate:
@@ -302,7 +314,7 @@ class Core:
             unset = jnp.max(alphas[0]) == 0 if alphas[0].size else total(alphas) == 0
             after = [
                 jnp.where(unset, jnp.broadcast_to((first * share).astype(a.dtype), a.shape), a)
-                for a, share in zip(alphas, blocks.shares(), strict=True)
+                for a, share in zip(alphas, blocks.shares, strict=True)
             ]
         elif not self._measures_in_alpha(blocks):
             first = in_unit(self._options.alpha, unit)
@@ -324,10 +336,34 @@ class Core:
         )
         return Learned(alpha, multiplier, jax.tree.unflatten(self._kind, entries))
 
+    def _recorded(
+        self, record: jax.Array, blocks: Blocks, seen: _Statistics, multipliers: list[jax.Array], rate: Any, share: Any
+    ) -> list[jax.Array]:
+        """The record after one more update, in the unit of the optimizer's products.
+
+        Five sums over the updates, weighted by the base rate lr/(1 - beta): of the surrogate losses at the step sizes
+        that were played, of u and of n; then moving averages of u and n. Then lr s of the last update; for ``"group"``,
+        of each group.
+        """
+        rate = jnp.asarray(rate, blocks.dtype)
+        base = rate / share
+        signal, length = base * total(seen.u), base * total(seen.n)
+        losses = [surrogate.loss(s, u, n, 1.0) for s, u, n in zip(multipliers, seen.u, seen.n, strict=True)]
+        before = [record[..., i] for i in range(5)]
+        sums = [a + b for a, b in zip(before, [base * total(losses), signal, length], strict=False)]
+        sums += [summary.recent(a, b) for a, b in zip(before[3:], [signal, length], strict=True)]
+        s = multipliers[0]
+        if blocks.granularity in ("tensor", "coordinate"):
+            # One number for all: the length of the move over that of the direction, so that what stays does not count.
+            lengths = blocks.products(seen.d, seen.d) if blocks.per_coordinate else seen.n
+            move = total([s * s * squared for s, squared in zip(multipliers, lengths, strict=True)])
+            whole = total(lengths)
+            s = jnp.sqrt(jnp.where(whole > 0, move / jnp.where(whole > 0, whole, 1), 1)).astype(blocks.dtype)
+        return [*sums, *([rate * s] if s.ndim == 0 else [rate * s[i] for i in range(s.shape[0])])]
+
     def _moves(
         self,
-        multipliers: list[jax.Array],
-        share: Any,
+        factors: list[jax.Array],
         direction: list[jax.Array],
         unit: jax.Array,
         params: Any,
@@ -336,11 +372,9 @@ class Core:
         blocks: Blocks,
     ) -> list[jax.Array]:
         """S (d + weight_decay x)/(1 - beta) of each leaf, in the type that an update of it has."""
-        if self._options.momentum is not None:
-            multipliers = [s / share.astype(s.dtype) for s in multipliers]
         moves = []
-        for i, (d, held) in enumerate(zip(blocks.split(direction), jax.tree.leaves(state.held), strict=True)):
-            s = multipliers[i if blocks.per_coordinate else 0]
+        for i, (d, held) in enumerate(zip(direction, jax.tree.leaves(state.held), strict=True)):
+            s = factors[i if blocks.per_coordinate else 0]
             s = s if blocks.granularity in ("global", "coordinate") else s[blocks.block_of[i]]
             d = unit.astype(d.dtype) * d
             if self._options.weight_decay is not None:
@@ -363,13 +397,13 @@ class Core:
                 )
 
     def _refuse_another_configuration(self, state: ScaleBySGDOLState) -> None:
-        options = self._options
+        options, learned = self._options, self._kind.num_leaves
         per_coordinate = isinstance(state.blocks, Learned)
         parts = {
-            "momentum": (not _is_empty(state.trace), options.momentum is not None),
+            "momentum": (bool(jax.tree.leaves(state.trace)), options.momentum is not None),
             "record": (state.numbers.shape[-1] > 2, options.record),
-            "a metric": (not _is_empty(state.metric), not self._memory.is_empty),
-            "a learner that uses hindsight": (not _is_empty(state.direction), self._keeps_direction),
+            "a metric": (bool(jax.tree.leaves(state.metric)), not self._memory.is_empty),
+            "a learner that uses hindsight": (bool(jax.tree.leaves(state.direction)), self._keeps_direction),
             'granularity="coordinate"': (per_coordinate, options.granularity == "coordinate"),
         }
         for name, (has, wanted) in parts.items():
@@ -379,12 +413,8 @@ class Core:
                     f"state was made {words[0]} {name} and this optimizer is {words[1]}: make a new state by its "
                     "init(params)"
                 )
-        if not per_coordinate and state.blocks.shape[-1] != 2 + self._kind.num_leaves:
+        if not per_coordinate and state.blocks.shape[-1] != 2 + learned:
             raise ValueError(
                 f"state was made with another learner: it has {state.blocks.shape[-1] - 2} numbers, and "
-                f"{type(self._learner).__name__} has {self._kind.num_leaves}: make a new state by init(params)"
+                f"{type(self._learner).__name__} has {learned}: make a new state by init(params)"
             )
-
-
-def _is_empty(part: Any) -> bool:
-    return isinstance(part, tuple) and not part

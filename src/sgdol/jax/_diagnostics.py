@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from sgdol import summary
-from sgdol.jax import _record
 from sgdol.jax._core import ScaleBySGDOLState
 from sgdol.jax._free import SGDOLFreeState
 from sgdol.jax._search import find
@@ -68,20 +67,48 @@ def diagnostics(state: Any) -> dict[str, Any]:
         return _of_free(inner)
     if np.shape(inner.numbers)[-1] == 2:
         raise ValueError("this optimizer keeps no record: it was constructed with record=False")
-    return _record.report(inner)
+    return _of_sgdol(inner)
+
+
+def _of_sgdol(state: ScaleBySGDOLState) -> dict[str, Any]:
+    """The record of a state as plain numbers, or as arrays of them if the state is one of many."""
+    numbers = np.asarray(state.numbers, np.float64)
+    updates, pending, skipped, identical, k = (np.asarray(state.counts)[..., i] for i in range(5))
+    unit, sums, steps = numbers[..., 1], numbers[..., 2:7], numbers[..., 7:]
+    square = np.where(unit > 0, unit, 1.0) ** 2
+    losses, signal, length = (square * sums[..., i] for i in range(3))
+    recent = sums[..., 3], sums[..., 4]
+    return {
+        "step_size": steps.tolist() if steps.ndim == 1 else steps[..., 0] if steps.shape[-1] == 1 else steps,
+        "pending": _plain(pending > 0),
+        "signal_to_noise": _plain(summary.signal_to_noise(*recent)),
+        "noise_scale": _plain(summary.noise_scale(*recent, k)),
+        "updates": _plain(updates),
+        "skipped": _plain(skipped),
+        "identical": _plain(identical),
+        "gradients": _plain(k),
+        "cumulative_surrogate": _plain(losses),
+        "regret": _plain(summary.regret(losses, signal, length)),
+    }
 
 
 def _of_free(state: SGDOLFreeState) -> dict[str, Any]:
-    rule, plain = state.rule, _record.plain
+    rule = state.rule
     signal, noise, steps = (np.asarray(v, np.float64) for v in (rule.recent_signal, rule.recent_noise, rule.step_size))
     return {
         "step_size": steps if steps.ndim else [steps.item()],
-        "smoothness": plain(rule.smoothness),
-        "loss": plain(rule.mean_loss),
-        "signal_to_noise": plain(summary.signal_to_noise(signal, signal + noise)),
-        "noise_scale": plain(summary.noise_scale(signal, signal + noise, np.asarray(state.gradients))),
-        **{name: plain(getattr(rule, name)) for name in ("updates", "skipped")},
-        "gradients": plain(state.gradients),
-        **{name: plain(getattr(rule, name)) for name in ("evaluations", "rejections", "rollbacks")},
-        "moved": plain(state.moved),
+        "smoothness": _plain(rule.smoothness),
+        "loss": _plain(rule.mean_loss),
+        "signal_to_noise": _plain(summary.signal_to_noise(signal, signal + noise)),
+        "noise_scale": _plain(summary.noise_scale(signal, signal + noise, np.asarray(state.gradients))),
+        **{name: _plain(getattr(rule, name)) for name in ("updates", "skipped")},
+        "gradients": _plain(state.gradients),
+        **{name: _plain(getattr(rule, name)) for name in ("evaluations", "rejections", "rollbacks")},
+        "moved": _plain(state.moved),
     }
+
+
+def _plain(value: Any) -> Any:
+    """A number of Python's, or a numpy array."""
+    array = np.asarray(value)
+    return array.item() if array.ndim == 0 else array

@@ -99,9 +99,15 @@ class _Norm(Norm):
         super().__init__(*norm)
         self._unit = unit
 
-    def gradient(self, g: list[jax.Array], several: bool = False) -> jax.Array:
-        """||g||, in D^-1; of several along a new first axis, the root of the sum of the squares."""
-        return self._unit * jnp.sqrt(dot(g, self.sharp(g, several), self._unit.dtype))
+    def gradient(self, g: list[jax.Array]) -> jax.Array:
+        """||g||, in D^-1."""
+        return self._unit * jnp.sqrt(dot(*self.factors(g), self._unit.dtype))
+
+    def gradients(self, parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Of gradients along a new first axis, the norm of their sum and the root of the sum of their squared norms."""
+        a, b = self.factors(parts, several=True)
+        whole, squares = dot([add(v) for v in a], [add(v) for v in b], self._unit.dtype), dot(a, b, self._unit.dtype)
+        return self._unit * jnp.sqrt(whole), self._unit * jnp.sqrt(squares)
 
     def along(self, g: list[jax.Array], s: list[jax.Array]) -> jax.Array:
         """<g, s> of a gradient and a difference of points: no metric is in that."""
@@ -231,16 +237,16 @@ def sgdol_free(
         parts = contributions(updates)
         mean = [add(v) for v in parts]
         kind = state.unit.dtype
-        unit = jax.lax.cond(rule.updates == 0, lambda: choose_unit(mean, kind)[0], lambda: state.unit)
+        unit = jax.lax.cond(rule.updates == 0, lambda: choose_unit(mean, kind), lambda: state.unit)
+        unit = jnp.where(unit > 0, unit, 1.0)
         remembered = memory.unpack(state.metric, tree, dtypes)
         norm = _Norm(unit, metric, remembered, _divided(mean, unit), blocks)
 
         def point(x: list[jax.Array], loss: Any, parts: list[jax.Array]) -> _Point:
             parts = _divided(parts, unit)
-            g = [add(v) for v in parts]
-            loss, length, squares = jnp.asarray(loss, kind), norm.gradient(g), norm.gradient(parts, several=True)
+            loss, (length, squares) = jnp.asarray(loss, kind), norm.gradients(parts)
             finite = jnp.isfinite(loss) & jnp.isfinite(length) & jnp.isfinite(squares)
-            return _Point(x, loss, g, length, squares, finite)
+            return _Point(x, loss, [add(v) for v in parts], length, squares, finite)
 
         def evaluate(x: list[jax.Array]) -> _Point:
             x = [a.astype(p.dtype) for a, p in zip(x, leaves, strict=True)]
@@ -259,7 +265,9 @@ def sgdol_free(
         clipped = free.clipping(rule, now.norm, _usual(metric, remembered, norm, unit))
         g = [clipped.astype(v.dtype) * v for v in now.g]
         pairs = zip(blocks.join(tree.flatten_up_to(state.trace)), g, strict=True)
-        trace = [jnp.where(fresh, (1 - momentum) * g, m + (1 - momentum) * (g - m)) for m, g in pairs]
+        trace = [jnp.where(go, jnp.where(fresh, (1 - momentum) * g, m + (1 - momentum) * (g - m)), m) for m, g in pairs]
+        # The old trace is read no more from here on, so that it can be overwritten if it is donated.
+        trace = jax.lax.optimization_barrier(trace)
         weight = momentum * rule.momentum_weight + (1 - momentum)
         direction = norm.sharp(trace)
         length = norm.gradient(trace) / weight
@@ -273,6 +281,7 @@ def sgdol_free(
         share = averages.weight(new.updates.astype(kind), averaging)
         averaged = [a + share * (x.astype(a.dtype) - a) for a, x in zip(average, now.x, strict=True)]
         like = functools.partial(jax.tree.unflatten, tree)
+        momenta = like(blocks.split(trace))
         # After a skipped batch that was looked back at, the point is where it was before the call. What is added up is
         # what is returned: without the barrier it may be computed twice, and rounded in two ways.
         steps = jax.lax.optimization_barrier(
@@ -284,7 +293,7 @@ def sgdol_free(
         left = _checksum([p + step for p, step in zip(leaves, steps, strict=True)])
         stepped = SGDOLFreeState(
             *_pack((unit, k, moved, left, *new), _FIRST, kind),
-            trace=like(blocks.split(trace)),
+            trace=momenta,
             metric=memory.pack(
                 [metric.observe(s, v) for s, v in zip(remembered, blocks.split(g), strict=True)], tree, dtypes
             ),
@@ -293,7 +302,7 @@ def sgdol_free(
         )
         rule = rule._replace(skipped=rule.skipped + ~now.finite)
         real, whole = _pack((state.unit, state.gradients, moved, left, *rule), _FIRST, kind)
-        stayed = state._replace(numbers=real, counts=whole)
+        stayed = state._replace(numbers=real, counts=whole, trace=momenta)
         return like(steps), _select(go, stepped, stayed)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -331,9 +340,11 @@ def _elsewhere(
     nothing = probing.Bracket(0.0)
     first = (rule.updates == 0) & now.finite & (now.norm > 0)
     first_norm = jnp.where(now.norm > 0, now.norm, 1.0)
-    direction = norm.sharp(now.g)
-    towards = blocks.split(direction)
-    size, _ = norm.length(blocks.join([x.astype(d.dtype) for x, d in zip(now.x, towards, strict=True)]))
+
+    def wide(x: list[jax.Array]) -> list[jax.Array]:
+        return [a.astype(dtype) for a, dtype in zip(x, blocks.dtypes, strict=True)]
+
+    size = jax.lax.cond(first, lambda: norm.length(blocks.join(wide(now.x)))[0], lambda: jnp.ones((), kind))
     start = probing.first_probe(first_norm, size, now.loss)
     alarm = free.alarm(rule, now.loss)
 
@@ -345,14 +356,11 @@ def _elsewhere(
         rule, bracket, now = _unpack(State(), c.rule), _unpack(nothing, c.bracket), c.now
         rule = rule._replace(evaluations=rule.evaluations + 1)
         share = bracket.length / first_norm * unit
-        points = zip(now.x, towards, average, previous, strict=True)
+        towards = blocks.split(norm.sharp(now.g))
+        points = zip(wide(now.x), towards, average, wide(previous), strict=True)
         there = evaluate(
             [
-                jnp.where(
-                    c.stage == 0,
-                    x.astype(d.dtype) - share.astype(d.dtype) * d,
-                    jnp.where(c.stage == 1, a, p.astype(a.dtype)),
-                )
+                jnp.where(c.stage == 0, x - share.astype(x.dtype) * d, jnp.where(c.stage == 1, a, p))
                 for x, d, a, p in points
             ]
         )
@@ -372,8 +380,7 @@ def _elsewhere(
         )
 
         # The look-back: stay at the point before the last step if the step was too long.
-        pairs = zip(now.x, there.x, towards, strict=True)
-        s = blocks.join([a.astype(d.dtype) - b.astype(d.dtype) for a, b, d in pairs])
+        s = blocks.join([a - b for a, b in zip(wide(now.x), wide(there.x), strict=True)])
         length, along = norm.length(s)
         y_along = jnp.where(now.finite, norm.along(y, along), jnp.nan)
         learned, rejected = free.look_back(rule, y_along, y_norm, length, norm.along(there.g, along))

@@ -51,6 +51,21 @@ class Norm:
             turned.append((jax.vmap(operator.sharp) if several else operator.sharp)(g).astype(g.dtype))
         return self._blocks.join(turned)
 
+    def factors(self, gradient: list[jax.Array], several: bool = False) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Two vectors, linear in the gradient, whose product is <g, D^-1 g>: D^(-1/2) g twice, or g and D^-1 g.
+
+        The first costs half as much where D is not diagonal.
+        """
+        if self.operators is None:
+            return gradient, gradient
+        pairs = []
+        for operator, g in zip(self.operators, self._blocks.split(gradient), strict=True):
+            half: Any = getattr(operator, "half", None)
+            turn = half or operator.sharp
+            turned = (jax.vmap(turn) if several else turn)(g).astype(g.dtype)
+            pairs.append((turned if half else g, turned))
+        return self._blocks.join([a for a, _ in pairs]), self._blocks.join([b for _, b in pairs])
+
     def flat(self, vector: list[jax.Array]) -> list[jax.Array]:
         """D v."""
         if self.operators is None:
@@ -128,15 +143,14 @@ def _pack(kind: str, column: list[Any], tree: Any) -> Any:
 # The unit -------------------------------------------------------------------------------------------------------------
 
 
-def choose_unit(gradient: list[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """The unit that brings the largest entry into the range where sums of squares are safe; and whether there is one.
+def choose_unit(gradient: list[jax.Array], dtype: Any) -> jax.Array:
+    """The unit that brings the largest entry into the range where sums of squares are safe; 0 if that is 0 or infinite.
 
     Bounds are in terms of the type's largest power of two, 2^e: from 2^(-5e/16), where a coordinate's even share of the
     square is still a normal number, to 2^(e/4), whose square can be added up 2^(e/2) times.
 
-    >>> unit, found = choose_unit([jnp.array([3.0, -1e20])], jnp.float32)
-    >>> float(jnp.log2(unit)), bool(found)
-    (34.0, True)
+    >>> float(jnp.log2(choose_unit([jnp.array([3.0, -1e20])], jnp.float32)))
+    34.0
     """
     top = jnp.max(jnp.stack([jnp.max(jnp.abs(g), initial=0.0).astype(dtype) for g in gradient]))
     info = jnp.finfo(dtype)
@@ -144,7 +158,8 @@ def choose_unit(gradient: list[jax.Array], dtype: Any) -> tuple[jax.Array, jax.A
     # The nearest power of two, by taking away the mantissa; divided by the nearest one within the bounds.
     power = jax.lax.reduce_precision(jnp.where(found, top, 1.0), info.nexp, 0)
     power = jnp.minimum(power, 2.0 ** (info.maxexp - 1))
-    return power / jnp.clip(power, 2.0 ** (-5 * info.maxexp // 16), 2.0 ** (info.maxexp // 4)), found
+    unit = power / jnp.clip(power, 2.0 ** (-5 * info.maxexp // 16), 2.0 ** (info.maxexp // 4))
+    return jnp.where(found, unit, 0.0)
 
 
 def divided(leaves: list[jax.Array], unit: jax.Array) -> list[jax.Array]:

@@ -18,8 +18,9 @@ __all__ = ["Gradients", "refuse_integers", "take"]
 class Gradients(NamedTuple):
     """The gradients of one call of ``update``: all that the statistics know of where they came from."""
 
-    vectors: list[jax.Array]
-    """This device's gradients along the first axis: real, in float32 or wider."""
+    vectors: list[list[jax.Array]]
+    """The two whose product is u; or one item: all gradients of this device, along a new first axis. Real, in float32
+    or wider."""
     mean: list[jax.Array]
     """The gradient that the update follows: the mean of all, for the paper's estimator the first."""
     k: int
@@ -62,11 +63,13 @@ def take(updates: Any, others: Any, held: Any, estimator: Estimator, axis_name: 
         waiting = jax.tree.map(lambda g, h: jnp.asarray(g, h.dtype), updates, held)
         updates = _pair(held, updates)
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(updates)]
-    vectors = blocks.join([as_real(leaf) for leaf in leaves])
-    here = leaves[0].shape[0]
-    mean = [g[0] if estimator == "paper" else add(g) / here for g in vectors]
-    if axes:
-        mean = _axes.mean_over(axes, mean)
+    here, several = leaves[0].shape[0], [as_real(leaf) for leaf in leaves]
+    if estimator == "paper" or (here == 2 and not axes):
+        vectors = [blocks.join([g[i] for g in several]) for i in range(2)]
+        mean = vectors[0] if estimator == "paper" else [(a + b) / 2 for a, b in zip(*vectors, strict=True)]
+    else:
+        vectors = [blocks.join(several)]
+        mean = _axes.mean_over(axes, [add(g) / here for g in vectors[0]])
     return Gradients(vectors, mean, here * devices, axes, [leaf.dtype for leaf in leaves], waiting)
 
 

@@ -29,7 +29,7 @@ from sgdol.torch._update import Gate
 from sgdol.torch._vectors import scalar_dtype
 from sgdol.torch._world import local
 
-__all__ = ["Unused", "average_groups", "averaged_weights", "polynomial_average", "random_iterate", "swapped_in"]
+__all__ = ["UnusedAverage", "average_groups", "averaged_weights", "polynomial_average", "random_iterate", "swapped_in"]
 
 AverageFunction = Callable[[Tensor, Tensor, Tensor | int], Tensor]
 
@@ -53,7 +53,7 @@ def polynomial_average(power: float = 8.0) -> AverageFunction:
 
     @torch.no_grad()
     def average(averaged: Tensor, current: Tensor, num_averaged: Tensor | int) -> Tensor:
-        # num_averaged counts the iterates before this one, which is number t = num_averaged + 1.
+        # AveragedModel counts the iterates before this one, so t = num_averaged + 1.
         before = num_averaged.to(scalar_dtype(current.device)) if isinstance(num_averaged, Tensor) else num_averaged
         weight = (power + 1) / (before + 1 + power)
         return averaged + (current - averaged) * weight
@@ -65,8 +65,8 @@ def random_iterate(seed: int = 0) -> AverageFunction:
     r"""An ``avg_fn`` that holds an iterate drawn uniformly from those so far: the output of Algorithm 1.
 
     Reservoir sampling: iterate t replaces the one that is held with probability 1/t. The decision depends on the seed
-    and on t alone, so that all parameters of a model, and all ranks of a job, take the same
-    iterate, also after resuming.
+    and on t alone, so that all parameters of a model, and all ranks of a job, take the same iterate, also after
+    resuming.
 
     Args:
         seed: the seed of the draw.
@@ -79,8 +79,8 @@ def random_iterate(seed: int = 0) -> AverageFunction:
     @torch.no_grad()
     def choose(held: Tensor, current: Tensor, num_averaged: Tensor | int) -> Tensor:
         t = int(num_averaged) + 1
-        take = random.Random(f"{seed}:{t}").random() < 1 / t
-        return current.clone() if take else held
+        takes = random.Random(f"{seed}:{t}").random() < 1 / t  # a generator of its own: nobody else's draws change
+        return current.clone() if takes else held
 
     return choose
 
@@ -106,18 +106,18 @@ def averaged_weights(model: torch.nn.Module, averaged: AveragedModel) -> Iterato
     >>> model.weight.item()
     3.0
     """
-    mine: list[Tensor] = [*model.parameters()]
-    theirs: list[Tensor] = [*averaged.module.parameters()]
+    tensors: list[Tensor] = [*model.parameters()]
+    averages: list[Tensor] = [*averaged.module.parameters()]
     if averaged.use_buffers:
-        mine += model.buffers()
-        theirs += averaged.module.buffers()
-    with swapped_in(mine, theirs):
+        tensors += model.buffers()
+        averages += averaged.module.buffers()
+    with swapped_in(tensors, averages):
         yield
 
 
 @contextmanager
 def swapped_in(tensors: list[Tensor], values: list[Tensor]) -> Iterator[None]:
-    """Write the values into the tensors, and what they were back at the end."""
+    """Context manager: inside, the tensors have these values. The tensors stay the same objects."""
     kept = [tensor.detach().clone() for tensor in tensors]
     try:
         _copy(values, tensors)
@@ -126,11 +126,16 @@ def swapped_in(tensors: list[Tensor], values: list[Tensor]) -> Iterator[None]:
         _copy(kept, tensors)
 
 
-class Unused:
-    """Says, when an optimizer that has made many steps is gone, that nobody has ever asked for its average.
+@torch.no_grad()
+def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
-    The optimizer cannot see an evaluation that is made without ``averaged()``, and one that is still to come may be
-    made with it. So the sentence comes when the optimizer is deleted, at the latest when the program ends.
+
+class UnusedAverage:
+    """Warns when an optimizer that has made many steps is deleted and its average was never used.
+
+    The optimizer cannot see an evaluation without ``averaged()``, and before it is deleted one with it may still come.
     """
 
     MANY = 500
@@ -138,9 +143,9 @@ class Unused:
     def __init__(self, optimizer: object) -> None:
         self.steps = 0
         self.asked = False
-        weakref.finalize(optimizer, self._say)
+        weakref.finalize(optimizer, self._warn)  # called at the latest when the program ends
 
-    def _say(self) -> None:
+    def _warn(self) -> None:
         if self.steps >= self.MANY and not self.asked:
             warnings.warn(
                 f"SGDOLFree has made {self.steps} steps, and its averaged weights, which are better than the latest, "
@@ -156,15 +161,15 @@ def average_groups(
     r"""Add the iterate after update t to the averages: :math:`\bar x \leftarrow \bar x + \frac{a+1}{t+a} (x - \bar x)`.
 
     Args:
-        groups: the parameter groups; those with "averaging" have averages, of every parameter that has ever moved.
+        groups: the parameter groups; those with averaging have an average of every parameter that has ever moved.
         state: the optimizer's state, which keeps the averages.
         moved: the parameters that this update moved.
         t: how many updates there have been.
-        gate: whether this one counts.
+        gate: whether this update counts.
     """
-    wanting = [group for group in groups if group["averaging"] is not None]
-    now = set(moved) if wanting else set()
-    for group in wanting:
+    averaging = [group for group in groups if group["averaging"] is not None]
+    now = set(moved) if averaging else set()
+    for group in averaging:
         power = group["averaging"]
         weight = gate.weight((power + 1) / (gate.number(t) + power))
         for p in group["params"]:
@@ -173,12 +178,6 @@ def average_groups(
                 held = state[p]
                 held["average"] = p.detach().to(dtype=torch.promote_types(p.dtype, torch.float32), copy=True)
             if "average" in held:
-                average = local(held["average"])
+                average = local(held["average"])  # also of a parameter that did not move now: t counts for all
                 share = weight.to(average.device, average.real.dtype) if isinstance(weight, Tensor) else weight
                 average.lerp_(local(p.detach()).to(average.dtype), share)
-
-
-@torch.no_grad()
-def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)

@@ -1,4 +1,4 @@
-"""What all optimizers here have in common: they watch backward passes, know their world, and can average."""
+"""The base class of both optimizers: it watches backward passes, knows the world, and can average."""
 
 from __future__ import annotations
 
@@ -27,19 +27,17 @@ __all__ = ["WatchingOptimizer"]
 class WatchingOptimizer(Optimizer):
     """An optimizer that sees every backward pass, on every rank.
 
-    A subclass says in which metric a group is measured (``_metric_of``, a function that does not keep the optimizer
-    alive), calls ``_prepare`` before ``Optimizer.__init__`` and ``_assemble`` whenever its groups or its state have
-    become others.
+    A subclass defines ``_metric_of``, calls ``_prepare`` before ``Optimizer.__init__``, and calls ``_assemble`` when
+    its groups or its state are replaced. What the parts of an optimizer keep must not keep the optimizer alive:
+    ``_metric_of``, ``_ratios`` and ``_world`` are functions without a reference to it.
     """
 
     _passes: Passes | None
     _finder: Finder | None
     _metrics: Metrics
     _world: Callable[[], World]
-    """Gives the world that the optimizer is in, without keeping the optimizer alive."""
 
     def _prepare(self) -> None:
-        """What there is before there are parameters."""
         self._warned: tuple[str, ...] = ()
         self._warnings = Warnings(self._warn)
         self._passes, self._finder = None, None
@@ -48,16 +46,14 @@ class WatchingOptimizer(Optimizer):
 
     @property
     def _metric_of(self) -> Callable[[dict[str, Any]], Metric]:
-        """The metric of a group."""
         raise NotImplementedError
 
     @property
     def _ratios(self) -> Callable[[], list[float]] | None:
-        """Gives what the metric multiplies the steps of each group by, or None: it does not keep the optimizer."""
+        """Gives the factor rho of each group, which is measured in the metric D/rho; None for 1."""
         return None
 
     def _measured(self) -> Measured:
-        """What is measured of gradients that are in pieces on several ranks (see ``_world._fsdp``)."""
         return "whole" if all(isinstance(self._metric_of(group), Euclidean) for group in self.param_groups) else "mean"
 
     # The public face --------------------------------------------------------------------------------------------------
@@ -72,24 +68,22 @@ class WatchingOptimizer(Optimizer):
                 self._assemble()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Put the averaged weights into the parameters, and take them out again."""
         return self._averaged()
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """Put the averages that are in the state into the parameters, and take them out again."""
         if self._swapped:
             raise RuntimeError("the averaged weights are in the parameters already: averaged() does not nest")
-        known = [p for p in self._params() if "average" in self.state.get(p, ())]
+        params = [p for p in self._params() if "average" in self.state.get(p, ())]
         try:
             with torch.no_grad():
-                averages = [local(self.state[p]["average"]) for p in known]
+                averages = [local(self.state[p]["average"]) for p in params]
                 # The average of a complex parameter may be kept as pairs of real numbers.
-                pieces = [local(p) for p in known]
+                pieces = [local(p) for p in params]
                 pieces = [p if a.is_complex() else real_view(p) for p, a in zip(pieces, averages, strict=True)]
             with swapped_in(pieces, averages):
                 self._swapped = True
-                self._world().reshard()
+                self._world().reshard()  # FSDP2 keeps gathered copies of the parameters
                 yield
         finally:
             self._swapped = False
@@ -113,21 +107,19 @@ class WatchingOptimizer(Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _assemble(self) -> None:
-        """Watch the parameters, in the metrics that they have: the groups or the state have become others."""
         params, earlier, self._passes = self._params(), self._passes, None
         if earlier is not None:
-            earlier.remove()  # autograd keeps an accumulator as long as somebody does
+            earlier.remove()  # else the hooks of both would run
         self._refuse_subclasses(params)
         if self._finder is None or any(map(is_sharded, params)):
-            earlier = None  # what has been counted of pieces is not known of more of them
+            earlier = None  # counts of sharded parameters cannot be continued with more parameters
         self._finder = finder = Finder(params, self._measured(), self)
-        self._world = lambda: finder.world
+        self._world = lambda: finder.world  # without a reference to self
         self._metrics = Metrics(self.param_groups, self._metric_of, self.state, self._world, self._ratios)
         self._layout = None
         self._passes = Passes(params, self._watched, self._finder, self._metrics, self._warn, earlier)
 
     def _watched(self) -> Layout:
-        """The layout of all parameters that may get a gradient and have a shape."""
         return self._layout_of(
             [
                 [p for p in group["params"] if not is_lazy(p) and (p.requires_grad or p.grad is not None)]
@@ -136,23 +128,23 @@ class WatchingOptimizer(Optimizer):
         )
 
     def _layout_of(self, members: list[list[Tensor]]) -> Layout:
-        """The layout of the parameters that take part, one list per group: the last one if nothing has changed."""
+        """The layout of the parameters that take part, one list per group: a new one only if something has changed."""
         watched = None if self._passes is None else self._passes.layout
-        for known in (self._layout, watched):
-            if known is not None and known.serves(members):
+        for layout in (self._layout, watched):
+            if layout is not None and layout.serves(members):
                 break
         else:
-            known = Layout(self.param_groups, members, self._metrics.merges, self.state)
-        if known is not self._layout:
-            known.forget()  # vectors are views of the state of the layout that was used last
-            self._layout = known
-        return known
+            layout = Layout(self.param_groups, members, self._metrics.merges, self.state)
+        if layout is not self._layout:
+            layout.forget()  # the layout that was used before may have put other tensors into the state
+            self._layout = layout
+        return layout
 
     def _forget_other_shapes(self) -> None:
-        """Drop what is known of parameters whose data have been replaced by others of another shape."""
         for p in self._params():
-            held = [v for key, v in self.state.get(p, {}).items() if not key.startswith("metric.")]
-            tensors = [v for v in held if isinstance(v, Tensor) and v.dim()]
+            # A metric's state need not have the parameter's shape.
+            values = [v for key, v in self.state.get(p, {}).items() if not key.startswith("metric.")]
+            tensors = [v for v in values if isinstance(v, Tensor) and v.dim()]
             if any(v.shape[: p.dim()] != p.shape for v in tensors):  # complex numbers may be pairs of real ones
                 del self.state[p]
 
@@ -179,15 +171,11 @@ class WatchingOptimizer(Optimizer):
                 )
 
     def _warn(self, message: str) -> None:
-        """Say this once, pointing at the training loop."""
-        if message not in self._warned:
-            self._warned = (*self._warned, message)
-            warnings.warn(message, UserWarning, stacklevel=_caller())
-
-
-def _caller() -> int:
-    """The stack level, seen from whoever asks, of the first frame that is neither torch's nor ours."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "sgdol"):
-        level, frame = level + 1, frame.f_back
-    return level
+        """Warn once, pointing at the first frame that is neither torch's nor ours: the training loop."""
+        if message in self._warned:
+            return
+        self._warned = (*self._warned, message)
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "sgdol"):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(message, UserWarning, stacklevel=level)

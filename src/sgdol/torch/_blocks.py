@@ -5,8 +5,8 @@ group, ``"tensor"`` one per parameter and ``"coordinate"`` one per scalar. Param
 belongs to a group (or to several) stands in the group's dictionary, state that belongs to a parameter in
 ``optimizer.state[parameter]``: ``state_dict()`` saves both. A new granularity is a line in :func:`_label`.
 
-Learners take numbers as they are: a Python float where one block is alone and the host may look, a float64 tensor with
-an entry per block, or an array with an entry per coordinate.
+Learners take numbers of any kind: a Python float of one block if the host may read it, a float64 tensor with an entry
+per block, or an array with an entry per coordinate.
 """
 
 from __future__ import annotations
@@ -30,18 +30,13 @@ __all__ = ["GRANULARITIES", "Blocks", "Granularity", "Learned", "share"]
 Granularity = Literal["global", "group", "tensor", "coordinate"]
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 
-POOLED = ("lr", "momentum", "bias_correction", "statistics", "epoch", "metric")
-"""Options by which the numbers of tensors may differ."""
-
-BLOCKS = ("granularity", "learner", "alpha", "kappa")
-"""Options that say what the blocks are."""
-
-LARGEST = 2.0**-40
-"""Alpha is at most so much of the largest number there is, so that sums with it stay finite."""
+POOLED = ("lr", "momentum", "bias_correction", "statistics", "epoch", "metric")  # by which tensors' numbers may differ
+BLOCKS = ("granularity", "learner", "alpha", "kappa")  # options that say what the blocks are
+LARGEST = 2.0**-40  # alpha is at most this times the largest float, so that sums with it stay finite
 
 
+# Parameters with the same label share a step size.
 def _label(group: dict[str, Any], place: int, param: Tensor | None) -> Hashable:
-    """Parameters of one label share a step size."""
     match group["granularity"]:
         case "global":
             return "global", group["learner"], group["alpha"], group["kappa"]
@@ -54,29 +49,22 @@ def _label(group: dict[str, Any], place: int, param: Tensor | None) -> Hashable:
 class Block(NamedTuple):
     """Parameters that share a step size (or a tensor whose coordinates have their own)."""
 
-    owner: dict[str, Any]
-    """Where what is learned is kept."""
-    group: dict[str, Any]
-    """The first of its groups: they have the learner and alpha in common."""
-    size: int
-    """How many scalars it has, also those that take no part."""
-    rows: list[int]
-    """Which of the numbers (:data:`sgdol.torch._vectors.Numbers`) are in it."""
+    owner: dict[str, Any]  # a group or the state of a parameter, where the learner's state is kept
+    group: dict[str, Any]  # the first of its groups: they have the learner and alpha in common
+    size: int  # how many scalars it has, also those that take no part
+    rows: list[int]  # which of the numbers (sgdol.torch._vectors.Numbers) are in it
 
 
 class Learned(NamedTuple):
-    """What an update does and what is recorded of it."""
+    """The step sizes of an update, and what is recorded of it."""
 
-    etas: list[Any]
-    """The step size of each entry: a number, a number per tensor of a merged entry, or an array like the entry."""
-    step_sizes: list[Any]
-    """One number to show for each group of the layout."""
-    totals: Tensor
-    """What the update adds to each of the running sums (:data:`sgdol.torch._diagnostics.ROWS`)."""
+    etas: list[Any]  # by entry: a number, a number per tensor of a merged entry, or an array like the entry
+    step_sizes: list[Any]  # one number to show for each group of the layout
+    totals: Tensor  # what the update adds to each of the running sums (sgdol.torch._diagnostics.ROWS)
 
 
 class _Learner:
-    """An online learner, and where its state is kept: in the owners of its blocks, under ``learner.<field>``.
+    """An online learner whose state is kept in the owners of its blocks, under ``learner.<field>``.
 
     Args:
         rule: the learner.
@@ -85,38 +73,39 @@ class _Learner:
 
     def __init__(self, rule: Learner, like: Tensor) -> None:
         self.rule: Any = rule
-        self.asks = uses_hindsight(rule)
-        """Whether it wants to know what the last step turned out to be worth."""
-        self._fresh: Any = rule.initial(like)
-        self._keys = [f"learner.{name}" for name in self._fresh._fields]
+        self.hindsight = uses_hindsight(rule)
+        self._initial: Any = rule.initial(like)
+        self._keys = [f"learner.{name}" for name in self._initial._fields]
         self._written: tuple[Any, Any] = None, None  # the state that was written last, and what the first owner got
 
     def learn(
         self, owners: Sequence[dict[str, Any]], like: Tensor, gate: Gate, before: Any, after: Any, *numbers: Any
     ) -> Any:
-        """The multipliers of some blocks: a number of one, a tensor with an entry for each of several.
+        """Predict the multipliers of some blocks, then observe (u, n, last): a number, or a tensor with one per block.
 
         Args:
             owners: of the blocks.
             like: a number of the kind in which numbers are kept.
             gate: whether the update counts.
-            before: alpha before this update...
-            after: ...and from now on.
+            before: alpha before this update.
+            after: alpha from this update on.
             numbers: (u, n, last) of the blocks.
         """
-        state, mark = self._written
-        if state is None or owners[0].get(self._keys[0]) is not mark:
-            fields = list(zip(self._keys, self._fresh, strict=True))
+        # Reading the state takes longer than learning. It is still what was written last if the first owner has the
+        # very tensor that it got then; after load_state_dict it has another one.
+        state, first_value = self._written
+        if state is None or owners[0].get(self._keys[0]) is not first_value:
+            fields = list(zip(self._keys, self._initial, strict=True))
             if len(owners) == 1:
                 values = [owners[0].get(key, value) for key, value in fields]
                 values = [value.item() if gate.host else value.to(like) for value in values]
             else:
                 values = [torch.stack([owner.get(key, value).to(like) for owner in owners]) for key, value in fields]
-            state = type(self._fresh)(*values)
+            state = type(self._initial)(*values)
         # The multiplier is taken before (u, n) are observed: it must not see the gradients that it scales.
         s = self.rule.predict(state, before)
         u, n, last = numbers
-        new = self.rule.observe(state, s, u, n, after, **({"last": last} if self.asks else {}))
+        new = self.rule.observe(state, s, u, n, after, **({"last": last} if self.hindsight else {}))
         if not gate.host:
             new = type(new)(*(gate.choose(a, b) for a, b in zip(new, state, strict=True)))
         if len(owners) == 1:
@@ -166,35 +155,35 @@ class Blocks:
         learners = dict.fromkeys(block.group["learner"] for block in self._blocks)
         families = [[b for b in self._blocks if b.group["learner"] == name] for name in learners]
         self._families = [(family, _Learner(learner_of(family[0].group), layout.like)) for family in families]
-        self._whole = len(labels) == 1 and all(group["granularity"] == "global" for group in groups)
-        self._single = (
+        self._all_in_one = len(labels) == 1 and all(group["granularity"] == "global" for group in groups)
+        self._has_one_block = (
             len(self._blocks) == 1 and not layout.coordinates and self._blocks[0].group["granularity"] != "tensor"
         )
         self._options = [(*map(group.get, BLOCKS), len(group["params"])) for group in groups]
         in_order = [block.rows for block in self._blocks] == [[row] for row in range(len(layout.numbered))]
-        self._one_each = in_order and len(self._families) == 1 < len(self._blocks)  # a block for each number
-        self._settled: list[Any] | None = None  # what _alphas returns, when alpha of all groups is known
+        self._block_per_number = in_order and len(self._families) == 1 < len(self._blocks)
+        self._final_alphas: list[Any] | None = None  # what _alphas returns once alpha of all groups is known
 
     def serves(self, layout: Layout) -> bool:
-        """Whether these are the blocks of this layout: the groups still say what they said."""
         return layout is self.layout and self._options == [
             (*map(g.get, BLOCKS), len(g["params"])) for g in self._groups
         ]
 
     def pooled(self) -> bool:
-        """Whether sums over all tensors are all that is learned from: one block, and no option differs by tensor."""
-        if not self._single or isinstance(self._groups[0]["lr"], Tensor):
+        """Whether sums over all tensors are all that is needed: there is one block, and no option differs by tensor."""
+        if not self._has_one_block or isinstance(self._groups[0]["lr"], Tensor):
             return False
         if len(self._groups) == 1:
             return True
+        if any(isinstance(group["lr"], Tensor) for group in self._groups):
+            return False
         options = [tuple(group[name] for name in POOLED) for group in self.layout.groups]
-        tensors = any(isinstance(group["lr"], Tensor) for group in self._groups)
-        return not tensors and options.count(options[0]) == len(options)
+        return options.count(options[0]) == len(options)
 
     # One update -------------------------------------------------------------------------------------------------------
 
     def learn(self, direction: Direction, squared: Any, gate: Gate) -> Learned:
-        """Choose the step sizes of an update, and learn from its numbers.
+        """eta_t = s_t lr/(1 - beta): predict the multipliers s_t of all blocks, then observe (u_t, n_t, last).
 
         Args:
             direction: d, u, n and last.
@@ -202,25 +191,26 @@ class Blocks:
             gate: whether the update counts.
         """
         layout, families = self.layout, len(self._families)
-        # The learner predicts with alpha as it was before this step, and learns with what the first step makes it.
-        before = after = self._settled or self._alphas(gate)
-        if self._settled is None:
+        # The learner predicts with alpha before this update, and observes with alpha after it: with alpha=None they
+        # differ in the first update.
+        before = after = self._final_alphas or self._alphas(gate)
+        if self._final_alphas is None:
             self._learn_alpha(squared, gate)
             after = self._alphas(gate)
-            # On a device nobody asks whether the first update that moves has been there.
-            known = (group["alpha"] is not None or group["alpha_learned"].item() > 0 for group in self._groups)
-            self._settled = after if gate.host and all(known) else None
-        each = []
+            # On an accelerator nobody asks whether there has been an update that moves.
+            is_known = (group["alpha"] is not None or group["alpha_learned"].item() > 0 for group in self._groups)
+            self._final_alphas = after if gate.host and all(is_known) else None
+        by_family = []
         for (family, learner), a, b in zip(self._families, before[:families], after[:families], strict=True):
             numbers = direction.u[0], direction.n[0], direction.last[0]
-            if not isinstance(numbers[0], float) and not self._one_each:
-                numbers = tuple(_sums(family, values, gate) for values in numbers)
-            each.append(learner.learn([block.owner for block in family], layout.like, gate, a, b, *numbers))
-        if self._one_each or len(self._blocks) == 1:
-            multipliers = each[0]
+            if not isinstance(numbers[0], float) and not self._block_per_number:
+                numbers = tuple(_block_sums(family, values, gate) for values in numbers)
+            by_family.append(learner.learn([block.owner for block in family], layout.like, gate, a, b, *numbers))
+        if self._block_per_number or len(self._blocks) == 1:
+            multipliers = by_family[0]
         else:
             multipliers = layout.like.new_ones(len(layout.numbered))
-            for (family, _), s in zip(self._families, each, strict=True):
+            for (family, _), s in zip(self._families, by_family, strict=True):
                 index = [i for i, block in enumerate(family) for _ in block.rows]
                 rows = [row for block in family for row in block.rows]
                 multipliers[rows] = as_number(s, layout.like).expand(len(family))[index]
@@ -241,24 +231,25 @@ class Blocks:
 
         Args:
             e: the entry.
-            direction: d, u, n and last. The step sizes are written over u.
+            direction: d, u, n and last. The step sizes are written over u, which saves an array like the entry.
             place: of the entry's arrays among the numbers.
             rate: lr/(1 - beta).
-            alpha: before this update, and from now on.
+            alpha: before this update, and from this update on.
             gate: whether the update counts.
         """
-        learner = self._learner_of(self._group(e))
+        learner = self._learner_of(self.layout.groups[self.layout.entries[e].group])
         u, n, last = (values[place] for values in (direction.u, direction.n, direction.last))
         fresh = learner.initial(u.new_zeros(()))
         state = [
             self.layout.vector(f"learner.{name}", e, value) for name, value in zip(fresh._fields, fresh, strict=True)
         ]
         before, after = (_representable(value, u.dtype) for value in alpha)
-        asks, sums = uses_hindsight(learner), []
-        for u_, n_, d_, last_, *fields in pieces([u, n, direction.d[e], last if asks else u, *state]):
+        hindsight, sums = uses_hindsight(learner), []
+        # Piece by piece, so that what is computed of a coordinate stays in the cache.
+        for u_, n_, d_, last_, *fields in pieces([u, n, direction.d[e], last if hindsight else u, *state]):
             old = type(fresh)(*fields)
             s = learner.predict(old, before)
-            new = learner.observe(old, s, u_, n_, after, **({"last": last_} if asks else {}))
+            new = learner.observe(old, s, u_, n_, after, **({"last": last_} if hindsight else {}))
             # What a learner returns may be a field of its state: all are read before any is written to.
             values = [value.clone() if any(value is field for field in fields) else value for value in (s, *new)]
             sums.append(_coordinate_sums(values[0].expand_as(u_), u_, n_, d_))
@@ -274,10 +265,10 @@ class Blocks:
 
         Args:
             direction: of the update.
-            multipliers: s: a number, or one for each tensor that has one.
-            rate: lr/(1 - beta), alike.
+            multipliers: s, a number or one for each tensor that has one.
+            rate: lr/(1 - beta), a number or one for each tensor that has one.
             lrs: lr of each group of the layout.
-            arrays: what :meth:`_learn_coordinates` has found of each entry whose coordinates have step sizes.
+            arrays: what :meth:`_learn_coordinates` returned, of each entry whose coordinates have step sizes.
         """
         layout, groups = self.layout, self.layout.groups
         u, n = direction.u[0], direction.n[0]
@@ -286,7 +277,6 @@ class Blocks:
         rows = [rate * loss(multipliers, u, n, 1.0), rate * u, rate * n]
         sums = [row if isinstance(row, float) else row.sum() for row in rows]
         eta = rate * multipliers
-        # Of each entry; those of coordinates are arrays.
         etas = [eta] * len(layout.entries) if isinstance(eta, float) else layout.by_entry(eta)
         moved: dict[int, Any] = {}
         for e, (eta, sums_of_entry) in zip(layout.coordinates, arrays, strict=True):
@@ -299,8 +289,10 @@ class Blocks:
             moved = dict(zip(moved, table[3:].T, strict=True))
         shown = []
         for place, group in enumerate(groups):
-            one = isinstance(multipliers, float) and group["granularity"] in ("global", "group")
-            s = multipliers if one else self._shown(place, layout.by_entry(multipliers), direction.n[0], moved)
+            if isinstance(multipliers, float) and group["granularity"] in ("global", "group"):
+                s = multipliers
+            else:
+                s = self._equivalent_multiplier(place, layout.by_entry(multipliers), direction.n[0], moved)
             shown.append(lrs[place] * s)
         surrogate, signal, length = sums
         row = [1.0, 0.0, surrogate, signal, length, (1 - RECENT) * signal, (1 - RECENT) * length]
@@ -308,17 +300,24 @@ class Blocks:
             return Learned(etas, shown, torch.tensor(row, dtype=torch.float64))
         return Learned(etas, shown, torch.stack([as_number(value, layout.like) for value in row]))
 
-    def _shown(self, place: int, multipliers: list[Any], n: Tensor, moved: dict[int, Any]) -> Any:
-        """What s would have to be, were it one number for the group, for a move of the same length."""
+    def _equivalent_multiplier(self, place: int, multipliers: list[Any], n: Tensor, moved: dict[int, Any]) -> Any:
+        """The one s of a group whose move has the same length: sqrt(sum s_i^2 n_i / sum n_i).
+
+        Args:
+            place: of the group in the layout.
+            multipliers: s_i by entry.
+            n: n_i of each tensor that has one.
+            moved: by entry, sums over its coordinates of d^2 and (s d)^2.
+        """
         layout, group = self.layout, self.layout.groups[place]
-        mine = [e for e, entry in enumerate(layout.entries) if entry.group == place]
+        entries = [e for e, entry in enumerate(layout.entries) if entry.group == place]
         if group["granularity"] in ("global", "group"):
-            s = multipliers[mine[0]]
+            s = multipliers[entries[0]]
             return s[0] if isinstance(s, Tensor) and s.dim() else s
         if group["granularity"] == "coordinate":
-            lengths, squares = torch.stack([moved[e] for e in mine]).sum(0)
+            lengths, squares = torch.stack([moved[e] for e in entries]).sum(0)
             return torch.where(lengths > 0, squares / torch.where(lengths > 0, lengths, 1), 1).sqrt()
-        s = torch.cat([as_number(multipliers[e], n).expand(len(layout.entries[e].sizes)) for e in mine])
+        s = torch.cat([as_number(multipliers[e], n).expand(len(layout.entries[e].sizes)) for e in entries])
         n = n[[row for row, i in enumerate(layout.numbered) if layout.group_of[i] == place]]
         length = n.sum()
         mean = (s.square() * n).sum() / torch.where(length > 0, length, 1)
@@ -326,27 +325,25 @@ class Blocks:
 
     # Alpha ------------------------------------------------------------------------------------------------------------
 
-    def _group(self, e: int) -> dict[str, Any]:
-        return self.layout.groups[self.layout.entries[e].group]
-
     def _alphas(self, gate: Gate) -> list[Any]:
         """Alpha of the blocks of each learner (a number, or one for each block), then of each entry of coordinates."""
+        layout = self.layout
         blocks = [[self._alpha(block.group, block.size, gate) for block in family] for family, _ in self._families]
-        coordinates = [self._alpha(self._group(e), 1, gate) for e in self.layout.coordinates]
-        return [*(_joined(values, self.layout.like) for values in blocks), *coordinates]
+        groups = [layout.groups[layout.entries[e].group] for e in layout.coordinates]
+        coordinates = [self._alpha(group, 1, gate) for group in groups]
+        return [*(_stacked(values, layout.like) for values in blocks), *coordinates]
 
     def _alpha(self, group: dict[str, Any], size: int, gate: Gate) -> Any:
-        """The regulariser's alpha of a block of this size; 0 while it is not known yet."""
         if group["alpha"] is not None:
             return float(group["alpha"])
         learned = group.get("alpha_learned")
-        return 0.0 if learned is None else gate.number(learned.to(self.layout.like)) * (1 if self._whole else size)
+        return 0.0 if learned is None else gate.number(learned.to(self.layout.like)) * (1 if self._all_in_one else size)
 
     def _learn_alpha(self, squared: Any, gate: Gate) -> None:
-        """Take alpha from the first update that moves: kappa ||g_0||^2, each block its even share by size.
+        """Alpha = kappa ||g_0||^2, where g_0 is the first gradient that is not 0; each block gets its share by size.
 
-        Kept per coordinate, so that a block which joins later gets the share that its size would have had; but one
-        block for everything keeps the whole.
+        The group keeps the share of one coordinate, so that a block that joins later gets the share of its size. If one
+        block has everything, it keeps all of alpha.
         """
         for group in self._groups:
             old = group.get("alpha_learned")
@@ -354,17 +351,17 @@ class Blocks:
                 continue
             like = self.layout.like
             square, old = as_number(squared, like), like if old is None else old.to(like)
-            shares = 1 if self._whole else sum(size(p) for g in self._groups for p in g["params"])
-            # Beside a first square that is nearly too large itself, alpha is that many times it as well.
+            shares = 1 if self._all_in_one else sum(size(p) for g in self._groups for p in g["params"])
+            # Bounded, so that sums stay finite; but not below 16 ||g_0||^2, so that it counts beside the first n.
             largest = (16 * square).clamp(min=torch.finfo(like.dtype).max * LARGEST)
             new = torch.minimum(square * group["kappa"] / shares, largest / shares)
             group["alpha_learned"] = gate.choose(torch.where(old > 0, old, new), old)
 
 
-def _sums(family: list[Block], values: Any, gate: Gate) -> Any:
-    """One number per tensor, summed over each block: a Python number if there is one block and the host may look."""
+def _block_sums(family: list[Block], values: Any, gate: Gate) -> Any:
+    """Numbers of tensors, summed over each block: a Python float if there is one block and the host may read it."""
     if not isinstance(values, Tensor):
-        return values  # 0, where no learner uses hindsight
+        return values  # last = 0, if no learner uses hindsight
     if len(family) == 1:
         rows = family[0].rows
         return gate.number((values if len(rows) == len(values) else values[rows]).sum())
@@ -373,8 +370,7 @@ def _sums(family: list[Block], values: Any, gate: Gate) -> Any:
     return torch.stack([values[block.rows].sum() for block in family])
 
 
-def _joined(values: list[Any], like: Any) -> Any:
-    """The values of blocks: one as it is, several as a tensor."""
+def _stacked(values: list[Any], like: Any) -> Any:
     if len(values) == 1:
         return values[0]
     if any(isinstance(value, Tensor) for value in values):
@@ -391,8 +387,8 @@ def _coordinate_sums(s: Tensor, u: Tensor, n: Tensor, d: Tensor) -> Tensor:
 
 
 def _representable(alpha: Any, dtype: torch.dtype) -> Any:
-    """Alpha as a number of the type of the sums, which stay finite beside it: a larger one would not count for more."""
-    largest = torch.finfo(dtype).max * (2.0**-12 if dtype == torch.float64 else LARGEST)  # 1e150 squared is in range
+    # The learner's sums must not overflow. In float64 the bound is higher: 1e150 squared is in range.
+    largest = torch.finfo(dtype).max * (2.0**-12 if dtype == torch.float64 else LARGEST)
     return alpha.clamp(max=largest).to(dtype) if isinstance(alpha, Tensor) else min(alpha, largest)
 
 
@@ -415,7 +411,7 @@ def share(groups: list[dict[str, Any]]) -> None:
 
 
 def _labels(groups: list[dict[str, Any]]) -> dict[Hashable, list[dict[str, Any]]]:
-    """The groups that are in one block, whatever takes part."""
+    """The groups of each block of whole groups, also those that take no part."""
     found: dict[Hashable, list[dict[str, Any]]] = {}
     for place, group in enumerate(groups):
         if group["granularity"] in ("global", "group"):

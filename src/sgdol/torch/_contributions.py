@@ -1,12 +1,14 @@
-"""What is known of the contributions of backward passes: the squares of what each of them brought.
+"""What the backward passes of a step have added to ``.grad``: how often, and the sum of the squares of what each added.
 
-Contributions c_1, ..., c_k to small tensors are kept themselves, because that is cheap. Of a large tensor only
-Q = sum <c_i, D^-1 c_i> is kept, or an array of it where coordinates have step sizes of their own. Before D of a step is
-known, in the first update of a metric, all contributions are kept.
+Pass i adds a contribution c_i. A step needs the sum S = ``.grad`` and Q = sum_i <c_i, D^-1 c_i>:
 
-Whatever multiplies ``.grad`` after a backward (GradScaler, ``clip_grad_norm_``) multiplies the contributions to it. So
-what a backward leaves is noted, and compared with ``.grad`` before that is used: contributions follow the ratio of the
-squared norms, which is exactly 1 if nobody wrote to ``.grad``.
+* merged small tensors: the contributions are copied, and Q is computed at the end of the step;
+* large tensors: only Q is kept, or an array of it where every coordinate has a step size;
+* while D is not known, in the first update of a metric, all contributions are copied.
+
+A factor on ``.grad`` after a backward (GradScaler, ``clip_grad_norm_``) is a factor on all contributions to it. So
+||S||^2 is measured when a backward ends and again before use, and Q is multiplied by the ratio, which is exactly 1 if
+nobody wrote to ``.grad``.
 """
 
 from __future__ import annotations
@@ -32,19 +34,12 @@ RESHAPED = (
     "of the optimizer after replacing a parameter's data"
 )
 
-FEW = 16
-"""So many numbers of a gradient are looked at, to tell that it is not 0."""
+PREFIX = 16  # so many numbers of a gradient are read to see that it is not 0
+SAME_FACTOR = 1e-2  # squared factors that differ by less are the same: gradients in bfloat16 are rounded
+DISTORTED = 1e-3  # 1 - cos^2 of a gradient before and after a change that was no factor; bfloat16's rounding makes 1e-5
 
-NONE = torch.zeros(())
-"""Stands for a gradient that is not there."""
-
+_NO_GRAD = torch.zeros(())
 _version = attrgetter("_version")
-
-ALIKE = 1e-2
-"""By what share squares of factors may differ that are the same: gradients in bfloat16 are rounded."""
-
-BENT = 1e-3
-"""By how much the squared cosine of a gradient with what it was may miss 1: rounding in bfloat16 makes 1e-5."""
 
 
 class Contributions:
@@ -52,56 +47,40 @@ class Contributions:
 
     Args:
         layout: the parameters.
-        metrics: in which contributions are measured.
+        metrics: the metrics in which contributions are measured.
     """
-
-    late: frozenset[int]
-    fresh = False
-    """Whether there is nothing to forget."""
 
     def __init__(self, layout: Layout, metrics: Metrics) -> None:
         self.layout, self._metrics = layout, metrics
-        self._smallest = sorted(layout.params, key=Tensor.numel)
+        self._smallest_first = sorted(layout.params, key=Tensor.numel)
         self._identity = Operators([IDENTITY] * len(layout.entries)) if metrics.identity else None
-        self.thrown_away = False
-        """Whether gradients of passes were set to 0 before they were used."""
+        self.thrown_away = False  # True if gradients of passes were set to 0 before they were used
         self.forget()
 
-    def found(self, i: int) -> None:
-        """A gradient that is there before anybody watches is a contribution to tensor i."""
-        self.counts[i], self.fresh = 1, False
-
     def forget(self) -> None:
-        """There are none."""
-        self.fresh = True
-        self.counts = [0] * len(self.layout.params)
-        """How many passes have reached each tensor."""
+        self.is_empty = True
+        self.counts = [0] * len(self.layout.params)  # how many passes have reached each tensor
+        self.without_past: frozenset[int] = frozenset()  # entries whose D is made of the gradients of this step
+        self.distorted = False  # True if a gradient was changed after a backward by more than a factor
+        # By entry: copies of the contributions; Q, or n - Q where _keeps_cross_terms; and, of entries whose D has a
+        # basis of its own, the sum of the contributions in that basis (None if .grad is not that sum any more).
         self._vectors: dict[int, list[Tensor]] = {}
-        """The contributions themselves, by entry: of small tensors, or of all while D is not known."""
         self._squares: dict[int, Tensor] = {}
-        """Of the other entries <c, D^-1 c>, summed over the contributions; where :meth:`_crosses`, n - Q."""
-        self._turned: dict[int, Tensor] | None = {}
-        """The sum of the contributions to entries that D turns, in its coordinates; None if ``.grad`` is not that."""
+        self._rotated_sums: dict[int, Tensor] | None = {}
+        # The snapshot of .grad at the end of the last backward; after the first backward only the last two.
         self._samples: Vector = []
-        """A sample of what the last backward left in ``.grad``, unless that was the first..."""
-        self._lengths: list[Any] = []
-        """...and ||S||^2 of each entry of it."""
+        self._norms: list[Any] = []  # ||S||^2 of each entry
         self._versions: list[int] = []
-        self._witness: Tensor | None = None
-        """A parameter whose gradient was not 0 after the first backward."""
-        self.late = frozenset()
-        """The entries of which D of the step is not known before its gradients are."""
-        self.bent = False
-        """Whether a gradient was changed, after a backward, by more than a factor."""
+        self._nonzero_param: Tensor | None = None
+        # ||S||^2 of each tensor at its use and at the end of the last backward, if these may differ.
         self._change: tuple[Tensor, Tensor] | None = None
-        """||S||^2 of each tensor when it was used and when the last backward ended, if that may not be the same."""
 
-    def go_on_from(self, other: Contributions) -> None:
-        """Take over what is known of the parameters that another layout has, too."""
-        self.fresh = False
+    def take_over(self, other: Contributions) -> None:
+        self.is_empty = False
         counts = dict(zip(other.layout.params, other.counts, strict=True))
         self.counts = [counts.get(p, n) for p, n in zip(self.layout.params, self.counts, strict=True)]
-        self.late, self.bent, self._turned = self._metrics.late(self.layout), other.bent, None
+        self.without_past, self.distorted = self._metrics.late(self.layout), other.distorted
+        self._rotated_sums = None
         squares: dict[Tensor, Tensor] = {}
         vectors: dict[Tensor, list[Tensor]] = {}
         for e, entry in enumerate(other.layout.entries):
@@ -115,86 +94,100 @@ class Contributions:
             params = self.layout.params[entry.start : entry.stop]
             if params[0] in squares:
                 self._squares[e] = squares[params[0]]
-            count = max((len(vectors.get(p, ())) for p in params), default=0)
-            for i in range(count):
+            for i in range(max((len(vectors.get(p, ())) for p in params), default=0)):
                 parts = [vectors[p][i] if i < len(vectors.get(p, ())) else None for p in params]
                 self._vectors.setdefault(e, []).append(self.layout.entry(parts, e, copy=True))
-        self.note()
+        self.take_snapshot()
 
     # Adding to them ---------------------------------------------------------------------------------------------------
 
     def begin(self, world: World) -> bool:
-        """A backward begins: follow what has happened to ``.grad``; whether there are contributions already."""
-        s: Vector = []
+        """Prepare for a backward: follow what was done to ``.grad``. True if there are contributions already."""
+        grads: Vector = []
         if any(self.counts):
             if self.layout.reshaped() is not None:
                 raise RuntimeError(RESHAPED)
-            s = self.layout.gradients()
-            self._follow(s, world)
-        if not any(self.counts):
-            if not self.fresh:
+            grads = self.layout.gradients()
+            self._rescale(grads, world)
+        if not any(self.counts):  # asked again: contributions that were set to 0 have been dropped
+            if not self.is_empty:
                 self.forget()
             if not self._metrics.euclidean:
-                self.late = self._metrics.late(self.layout)
+                self.without_past = self._metrics.late(self.layout)
             return False
-        # The only contribution to a tensor is what is in .grad, until the second comes.
-        self._adopt(s, world)
+        self._add_single(grads, world)
         return True
 
-    def keeps(self, e: int) -> bool:
-        """Whether what a pass brings to an entry is needed until the pass ends; else its length is."""
+    def keeps_gradient(self, e: int) -> bool:
+        """Whether a pass keeps its contribution c to an entry until it ends; else it keeps <c, D^-1 c>."""
         entry = self.layout.entries[e]
-        return entry.merged or entry.coordinates or e in self.late
+        return entry.merged or entry.coordinates or e in self.without_past
 
-    def add(self, gradients: dict[int, Tensor | None], lengths: dict[int, Tensor], *, measure: bool) -> None:
-        """Add what a pass has brought, by tensor: gradients, and <c, D^-1 c> of large ones; or only count it."""
+    def add(self, gradients: dict[int, Tensor | None], squares: dict[int, Tensor], *, measure: bool) -> None:
+        """Add the contributions of a pass.
+
+        Args:
+            gradients: by tensor; None for what ``.grad`` tells.
+            squares: what :meth:`measure` returned, of large tensors.
+            measure: False to count them only.
+        """
         layout = self.layout
-        self.fresh = False
+        self.is_empty = False
         for i in gradients:
             self.counts[i] += 1
         if not measure:
             return
         for e, entry in enumerate(layout.entries):
-            mine = list(map(gradients.get, range(entry.start, entry.stop)))
-            if not entry.merged and entry.start in lengths:
-                self._add_square(e, lengths[entry.start].to(layout.like.device).reshape(1))
-            elif any(c is not None for c in mine):
-                if entry.merged or e in self.late:
-                    self._vectors.setdefault(e, []).append(layout.entry(mine, e, copy=True))
+            in_entry = list(map(gradients.get, range(entry.start, entry.stop)))
+            if not entry.merged and entry.start in squares:
+                self._add_square(e, squares[entry.start].to(layout.like.device).reshape(1))
+            elif any(c is not None for c in in_entry):
+                if entry.merged or e in self.without_past:
+                    self._vectors.setdefault(e, []).append(layout.entry(in_entry, e, copy=True))
                 else:
-                    self._add_square(e, self._square(e, layout.entry(mine, e), self._metrics.operators(layout)))
+                    self._add_square(e, self._square(e, layout.entry(in_entry, e), self._metrics.operators(layout)))
 
-    def _adopt(self, s: Vector, world: World, operators: Operators | None = None) -> None:
-        """Take what is in ``.grad`` of tensors that have a single contribution for that contribution.
+    def _add_single(self, grads: Vector, world: World, operators: Operators | None = None) -> None:
+        """Measure the contribution to each tensor that has a single one, which nobody has measured: it is ``.grad``.
 
         Args:
-            s: what is in ``.grad``.
+            grads: ``.grad``.
             world: knows where ``.grad`` is not this rank's contribution.
             operators: D of the step; None before the gradients of the step are there, when D may not be known of all.
         """
         layout = self.layout
         # A gradient that was written by hand, which no pass has brought, is a single contribution too.
-        single = [n <= 1 for n in self.counts]
+        is_single = [n <= 1 for n in self.counts]
         if not world.alone:
-            single = [one and not world.waits(p) for one, p in zip(single, layout.params, strict=True)]
-        if not any(single):
+            is_single = [single and not world.waits(p) for single, p in zip(is_single, layout.params, strict=True)]
+        if not any(is_single):
             return
         for e, entry in enumerate(layout.entries):
-            mine = single[entry.start : entry.stop]
-            if not any(mine):
+            in_entry = is_single[entry.start : entry.stop]
+            if not any(in_entry):
                 continue
-            if not entry.merged and self._crosses(e, world):
-                self._squares.pop(e, None)  # Q = n
-            elif not entry.merged and e not in self.late:
-                if self._turned is not None:
-                    self._turned.pop(e, None)
-                self._squares[e] = self._square(e, s[e], operators or self._metrics.operators(layout))
-            elif all(mine):
-                self._vectors[e] = [s[e] if len(entry.sizes) > 1 else s[e].clone()]  # several were copied already
-            else:
-                mask = layout.spread(e, torch.tensor(mine, device=entry.device))
-                for number, c in enumerate(self._vectors.setdefault(e, [torch.zeros_like(s[e])])):
-                    c.copy_(torch.where(mask, s[e] if number == 0 else torch.zeros_like(c), c))
+            if not entry.merged and self._keeps_cross_terms(e, world):
+                self._squares.pop(e, None)  # n - Q = 0
+            elif not entry.merged and e not in self.without_past:
+                if self._rotated_sums is not None:
+                    self._rotated_sums.pop(e, None)
+                self._squares[e] = self._square(e, grads[e], operators or self._metrics.operators(layout))
+            elif all(in_entry):
+                # The vector of several tensors is a copy already; that of one may be .grad itself.
+                self._vectors[e] = [grads[e] if len(entry.sizes) > 1 else grads[e].clone()]
+            else:  # .grad of these tensors goes into the first vector, and 0 into the others
+                mask = layout.spread(e, torch.tensor(in_entry, device=entry.device))
+                for number, c in enumerate(self._vectors.setdefault(e, [torch.zeros_like(grads[e])])):
+                    c.copy_(torch.where(mask, grads[e] if number == 0 else torch.zeros_like(c), c))
+
+    def _keeps_cross_terms(self, e: int, world: World) -> bool:
+        """Whether n - Q is kept of an entry, the sum over the passes of 2 <S, D^-1 c> with S before c is added.
+
+        After two passes it is one inner product, where Q is two squared norms. On several ranks S is their mean, and
+        each rank can only square what it has itself.
+        """
+        entry = self.layout.entries[e]
+        return world.alone and not (entry.merged or entry.coordinates or e in self.without_past)
 
     def _square(self, e: int, c: Tensor, operators: Operators) -> Tensor:
         """<c, D^-1 c> of a large entry, or c D^-1 c of each coordinate."""
@@ -203,24 +196,20 @@ class Contributions:
             return c * operators[e].sharp(c)
         return self.measure(e, c, operators).to(self.layout.like.device).reshape(1)
 
-    def _crosses(self, e: int, world: World) -> bool:
-        """Whether n - Q is kept of an entry, not Q: the sum of 2 <S, D^-1 c> with S before c is added, read once.
-
-        On several ranks S is their mean, and each can only square what it has itself.
-        """
-        entry = self.layout.entries[e]
-        return world.alone and not (entry.merged or entry.coordinates or e in self.late)
-
     def measure(self, e: int, c: Tensor, operators: Operators | None = None, before: Tensor | None = None) -> Tensor:
-        """<c, D^-1 c> of a contribution to a large entry; with S ``before`` it is added, 2 <S, D^-1 c>."""
+        """<c, D^-1 c> of a contribution to a large entry; given S ``before`` it is added, 2 <S, D^-1 c>."""
         operator = (operators or self._metrics.operators(self.layout))[e]
-        if self._turned is None or not operator.turns:
+        if self._rotated_sums is None or not operator.turns:
             return operator.inner(c, c) if before is None else 2 * operator.inner(before, c)
-        h, turned = operator.turned(c), self._turned.get(e)
-        if turned is None and before is not None:
-            turned = operator.turned(before)
-        self._turned[e] = h if turned is None else h + turned
-        return dot(h, operator.divided(h)) if turned is None or before is None else 2 * dot(turned, operator.divided(h))
+        # In the basis of D the inner product is cheap, and the sum of the rotated contributions is S rotated: the step
+        # needs that too, and rotating costs two matrix products.
+        rotated, earlier = operator.turned(c), self._rotated_sums.get(e)
+        if earlier is None and before is not None:
+            earlier = operator.turned(before)
+        self._rotated_sums[e] = rotated if earlier is None else rotated + earlier
+        if earlier is None or before is None:
+            return dot(rotated, operator.divided(rotated))
+        return 2 * dot(earlier, operator.divided(rotated))
 
     def _add_square(self, e: int, square: Tensor) -> None:
         self._squares[e] = self._squares[e] + square if e in self._squares else square
@@ -228,63 +217,62 @@ class Contributions:
     # The gradients of a step ------------------------------------------------------------------------------------------
 
     def take(self, layout: Layout, world: World, *, pooled: bool = False) -> Gradients:
-        """All gradients of these parameters, of all that are watched or of some, in the metric of the step.
+        r"""The gradients of a step in its metric, with :math:`n = \|S\|^2` and :math:`u = \frac{k}{k-1} (n - Q)`.
 
         Args:
-            layout: the parameters that take part.
+            layout: the parameters that take part: all that are watched, or some.
             world: sums over ranks.
-            pooled: whether sums over all tensors are enough: numbers are Python's then.
+            pooled: whether sums over all tensors are enough: numbers are then Python floats.
         """
         watched, metrics = self.layout, self._metrics
-        s = watched.gradients()
-        pieces = self._follow(s, world, final=True)
+        grads = watched.gradients()
+        unscaled = self._rescale(grads, world, final=True)
         k = max(*self.counts, 1) * world.ranks
-        operators = self._identity or metrics.operators(watched, s, layout.params)
+        operators = self._identity or metrics.operators(watched, grads, layout.params)
         if min(self.counts) <= 1:
-            self._adopt(s, world, operators)
-        # ||S||^2 was measured when the last backward ended, and is known not to have changed since.
+            self._add_single(grads, world, operators)
+        # With D = 1, n is the ||S||^2 of the snapshot, which _rescale has found unchanged (else it is empty now).
         identity = all(operator.is_identity for operator in operators)
-        lengths = self._lengths if identity and not world.spread else []
+        norms = self._norms if identity and not world.spread else []
         pooled = pooled and layout is watched
-        q = self._squares_in(operators, pooled=pooled)
+        q = self._squares_by_entry(operators, pooled=pooled)
         if world.alone and not metrics.euclidean:
-            # Let D know what .grad is in its coordinates, where that is the sum of what contributions were there.
-            for e, operator in enumerate(operators):
-                operator.hold(s[e], (self._turned or {}).get(e))
-        each = watched.each(s, s, operators, lengths, pooled=pooled)
+            for e, operator in enumerate(operators):  # S in the basis of D, so that the operator need not rotate it
+                operator.hold(grads[e], (self._rotated_sums or {}).get(e))
+        n = watched.each(grads, grads, operators, norms, pooled=pooled)
         if not all(entry.merged for entry in watched.entries):
-            q = [each[e] - value if self._crosses(e, world) else value for e, value in enumerate(q)]
+            q = [n[e] - value if self._keeps_cross_terms(e, world) else value for e, value in enumerate(q)]
         if pooled:
-            square = sum(each)
+            square = sum(n)
             u = symmetric_signal(square, sum(q), k)
-            return Gradients(k, layout, operators, s, [square], [u], square, u)
+            return Gradients(k, layout, operators, grads, [square], [u], square, u)
         counts = self.counts
-        n, q = watched.joined(each), watched.joined(q)
+        n, q = watched.joined(n), watched.joined(q)
         if layout is not watched:
-            s = layout.gradients()
-            operators = metrics.operators(layout, s)
-            n = layout.products(s, s, operators)
-            q = layout.remapped(watched, q, n)  # of a parameter that nobody has watched: a single contribution
+            grads = layout.gradients()
+            operators = metrics.operators(layout, grads)
+            n = layout.products(grads, grads, operators)
+            q = layout.remapped(watched, q, n)  # Q = n of a parameter that nobody has watched: a single contribution
             rows = {p: i for i, p in enumerate(watched.params)}
             counts = [counts[rows[p]] if p in rows else 0 for p in layout.params]
-            if pieces is not None:
-                blank = torch.zeros_like(pieces[:, 0])
-                pieces = torch.stack([pieces[:, rows[p]] if p in rows else blank for p in layout.params], dim=1)
-        n, q, (square, squares) = self._over_ranks(layout, world, counts, n, q, pieces)
+            if unscaled is not None:
+                blank = torch.zeros_like(unscaled[:, 0])
+                unscaled = torch.stack([unscaled[:, rows[p]] if p in rows else blank for p in layout.params], dim=1)
+        n, q, (square, squares) = self._over_ranks(layout, world, counts, n, q, unscaled)
         # Arrays of coordinates are as large as the model: their signal is written over Q, which is not used again.
         arrays = [torch.sub(a, b, out=b).mul_(k / (k - 1)) for a, b in zip(n[1:], q[1:], strict=True)]
         signals = [symmetric_signal(n[0], q[0], k), *arrays]
-        return Gradients(k, layout, operators, s, n, signals, square, symmetric_signal(square, squares, k))
+        return Gradients(k, layout, operators, grads, n, signals, square, symmetric_signal(square, squares, k))
 
-    def _squares_in(self, operators: Operators, *, pooled: bool = False) -> list[Any]:
-        """What is known of each entry, Q or n - Q: of its tensors, or of its coordinates; ``pooled``: their sum."""
+    def _squares_by_entry(self, operators: Operators, *, pooled: bool = False) -> list[Any]:
+        """Q, or n - Q, of the tensors of each entry, or of its coordinates; ``pooled``: the sum over its tensors."""
         layout = self.layout
         found: list[Any] = []
         for e, entry in enumerate(layout.entries):
             value: Any = self._squares.get(e, 0.0)
             if pooled and e in self._squares:
                 value = value.sum().item()
-            operator, turned = operators[e], None
+            operator, rotated_sum = operators[e], None
             for c in self._vectors.get(e, ()):
                 if entry.coordinates:
                     c = c.to(layout.precision(e, c))
@@ -293,9 +281,9 @@ class Contributions:
                     c, sharp = operator.paired(c, c)
                 value = value + layout.number(e, c, sharp, pooled)
                 if operator.turns:
-                    turned = c if turned is None else turned + c
-            if turned is not None and self._turned is not None:
-                self._turned[e] = turned
+                    rotated_sum = c if rotated_sum is None else rotated_sum + c
+            if rotated_sum is not None and self._rotated_sums is not None:
+                self._rotated_sums[e] = rotated_sum
             if not pooled and not isinstance(value, Tensor):
                 blank = torch.zeros(entry.shape, dtype=entry.dtype, device=entry.device)
                 value = blank if entry.coordinates else layout.like.new_zeros(len(entry.sizes))
@@ -303,33 +291,33 @@ class Contributions:
         return found
 
     def _over_ranks(
-        self, layout: Layout, world: World, counts: Sequence[int], n: Numbers, q: Numbers, pieces: Tensor | None
+        self, layout: Layout, world: World, counts: Sequence[int], n: Numbers, q: Numbers, unscaled: Tensor | None
     ) -> tuple[Numbers, Numbers, tuple[Tensor, Tensor]]:
-        """(n, Q) over all ranks, in the scale of ``.grad``, and their sums over everything.
+        """(n, Q) over all ranks, in the scale of ``.grad``, and the sums of both over all tensors.
 
         Args:
             layout: the parameters that take part.
             world: sums over ranks.
-            counts: how many passes have reached each.
+            counts: how many passes have reached each parameter.
             n: of this rank's pieces.
             q: of this rank's contributions.
-            pieces: None, or [now, before], ||S||^2 of pieces, by whose ratio over all ranks Q is still to be scaled.
+            unscaled: what :meth:`_rescale` returned, for these parameters.
         """
         if world.alone:
             return n, q, (layout.totals(n).sum(), layout.totals(q).sum())
-        rows = layout.totals(n)[None] if pieces is None else torch.cat([layout.totals(n)[None], pieces])
+        rows = layout.totals(n)[None] if unscaled is None else torch.cat([layout.totals(n)[None], unscaled])
         seen = rows.new_tensor([min(count, 1) for count in counts])
         shared = world.share(layout.params, Own(rows, layout.totals(q), seen, list(q[1:]), max(self.counts)))
         # A gradient that no pass made on any rank, or that nobody averages over the ranks, is a single contribution.
-        alone = shared.seen == 0
+        is_single = shared.seen == 0
         if world.spread:
-            alone |= ~torch.tensor([world.averages(p) for p in layout.params], device=alone.device)
+            is_single |= ~torch.tensor([world.averages(p) for p in layout.params], device=is_single.device)
         factor = torch.ones_like(seen)
-        if pieces is not None:
+        if unscaled is not None:
             self._change = shared.rows[1], shared.rows[2]
-            factor = _quotient(shared.rows[1], shared.rows[2])
+            factor = _ratio(shared.rows[1], shared.rows[2])
         whole_n = shared.rows[0]
-        whole_q = torch.where(alone, whole_n, shared.q * factor)
+        whole_q = torch.where(is_single, whole_n, shared.q * factor)
         factors = (layout.spread(e, factor[layout.rows(e)]) for e in layout.coordinates)
         arrays = [a * f.to(a) for a, f in zip(shared.squares, factors, strict=True)]
         n, q = [whole_n[layout.numbered], *n[1:]], [whole_q[layout.numbered], *arrays]
@@ -337,74 +325,73 @@ class Contributions:
 
     # What happens to .grad --------------------------------------------------------------------------------------------
 
-    def note(self, *, measure: bool = True) -> None:
-        """Note what a backward has left in ``.grad``; of a first one, which is ``.grad``, only that it is not 0."""
-        self._versions = self._versions_now()
+    def take_snapshot(self, *, measure: bool = True) -> None:
+        """Remember ``.grad`` as a backward has left it; without ``measure`` only whether it is not 0."""
+        self._versions = self._current_versions()
         if not measure:
-            self._witness = next((p for p in self._smallest if _nonzero(p)), None)
+            self._nonzero_param = next((p for p in self._smallest_first if _starts_nonzero(p)), None)
             return
-        s = self.layout.gradients()
-        self._lengths = [product(x, x) for x in s]
-        self._samples = self.layout.sample(s)
+        grads = self.layout.gradients()
+        self._norms = [product(x, x) for x in grads]
+        self._samples = self.layout.sample(grads)
 
-    def _versions_now(self) -> list[int]:
-        """Which tensor each ``.grad`` is, and how often it was written to, also behind the back of a DTensor."""
-        grads: list[Any] = [NONE if p.grad is None else p.grad for p in self.layout.params]
+    def _current_versions(self) -> list[int]:
+        grads: list[Any] = [_NO_GRAD if p.grad is None else p.grad for p in self.layout.params]
+        # Ids tell of another tensor in .grad, versions of a write in place. Writing to the local tensor of a DTensor
+        # does not raise the version of the DTensor.
         pieces = [] if self.layout.plain else [local(g) for g in grads if is_sharded(g)]
         return [*map(id, grads), *map(_version, grads), *map(_version, pieces)]
 
-    def _may_have_changed(self, s: Vector, world: World, final: bool) -> bool:
-        """Whether ``.grad`` may not be what the last backward left; see :meth:`_follow`. A device is not asked."""
-        untouched = self._versions == self._versions_now()
+    def _may_have_changed(self, grads: Vector, world: World, final: bool) -> bool:
+        """Whether ``.grad`` may differ from the snapshot. An accelerator is not asked, so there it always may."""
+        untouched = self._versions == self._current_versions()
         if world.spread:  # ranks have to agree on whether they sum: what each sees of its own pieces is not the same
             return final or not untouched
         if not self._samples:  # after the first backward; .grad.data.zero_() leaves the version as it is
-            return not untouched or (self._witness is not None and not _nonzero(self._witness))
+            return not untouched or (self._nonzero_param is not None and not _starts_nonzero(self._nonzero_param))
         # Kernels that write without raising the version (GradScaler's) show in ||S||^2 of small tensors, and in the
         # sample of a large one, unless that is all 0.
-        for entry, kept, x, length in zip(self.layout.entries, self._samples, s, self._lengths, strict=True):
-            if not x.is_cpu or not (entry.merged or torch.equal(kept, sample(x))):
+        for entry, old, x, norm in zip(self.layout.entries, self._samples, grads, self._norms, strict=True):
+            if not x.is_cpu or not (entry.merged or torch.equal(old, sample(x))):
                 return True
-            if (entry.merged or not untouched or not kept.any()) and length != product(x, x):
+            if (entry.merged or not untouched or not old.any()) and norm != product(x, x):
                 return True
         return False
 
-    def _follow(self, s: Vector, world: World, *, final: bool = False) -> Tensor | None:
-        """Follow what has happened to ``.grad`` since the last backward.
+    def _rescale(self, grads: Vector, world: World, *, final: bool = False) -> Tensor | None:
+        """Multiply Q by ||S||^2 now over ||S||^2 at the end of the last backward; drop contributions that are now 0.
 
         Args:
-            s: what is in ``.grad``.
+            grads: ``.grad``.
             world: sums over ranks.
-            final: whether no other backward follows. Sharded pieces are then left to the sum over all ranks that
-                follows as well.
+            final: whether no other backward follows in this step.
 
         Returns:
-            None, or [now, before], ||S||^2 of pieces by whose ratio over all ranks squares are still to be scaled.
+            None, or, of parameters in pieces on several ranks, the rows [now, before] of each tensor: the sum over
+            ranks that ends the step is to multiply Q by their ratio, so that there is one message and not two.
         """
         layout, host = self.layout, self.layout.like.device.type == "cpu"
-        if not any(self.counts):
+        if not any(self.counts) or not self._may_have_changed(grads, world, final):
             return None
-        if not self._may_have_changed(s, world, final):
-            return None
-        self._turned = None
-        now = self._lengths_by_tensor(s, [])
+        self._rotated_sums = None
+        now = self._norms_by_tensor(grads, [])
         # Of a single contribution nothing was measured: it was what it is now.
-        before = self._lengths_by_tensor(self._samples, self._lengths) if self._samples else now
+        before = self._norms_by_tensor(self._samples, self._norms) if self._samples else now
         if host:
-            self.bent = self.bent or self._is_bent(s)
+            self.distorted = self.distorted or self._is_distorted(grads)
         if world.spread:
-            if final and not self.late:
+            if final and not self.without_past:
                 return torch.stack([now, before])
             now, before = world.total(layout.params, torch.stack([now, before])).unbind()
         if final:
             self._change = now, before
-        ratio = _quotient(now, before)
+        ratio = _ratio(now, before)
         for e, entry in enumerate(layout.entries):
-            mine = layout.spread(e, ratio[layout.rows(e)])
+            factor = layout.spread(e, ratio[layout.rows(e)])
             if e in self._squares:
-                self._squares[e] = self._squares[e] * (mine.to(self._squares[e]) if entry.coordinates else mine)
+                self._squares[e] = self._squares[e] * (factor.to(self._squares[e]) if entry.coordinates else factor)
             for c in self._vectors.get(e, ()):
-                c.mul_(mine.sqrt().to(c))
+                c.mul_(factor.sqrt().to(c))
         if host:
             # A sum of contributions may be 0 by itself: it was thrown away if that is new. Of a single one, which is
             # not measured before, it is new if anything was changed.
@@ -412,34 +399,33 @@ class Contributions:
             gone = [n > 0 == square and (was > 0 or (n == 1 and not self._samples)) for n, square, was in rows]
             if any(gone):
                 self._drop(gone)
-        self._samples, self._lengths = [], []
+        self._samples, self._norms = [], []
         return None
 
     def _drop(self, gone: list[bool]) -> None:
-        """Forget the contributions to some tensors, whose gradients were thrown away."""
         self.thrown_away = True
         self.counts = [0 if away else n for n, away in zip(self.counts, gone, strict=True)]
         for e, entry in enumerate(self.layout.entries):
-            mine = gone[entry.start : entry.stop]
-            if any(mine):
+            gone_in_entry = gone[entry.start : entry.stop]
+            if any(gone_in_entry):
                 self._squares.pop(e, None)
-                kept = torch.tensor([not away for away in mine], device=entry.device)
+                kept = torch.tensor([not away for away in gone_in_entry], device=entry.device)
                 for c in self._vectors.get(e, ()):
                     c.mul_(self.layout.spread(e, kept))
 
-    def _lengths_by_tensor(self, s: Vector, known: list[Any]) -> Tensor:
-        """||S||^2 of each tensor, of this rank's pieces; ``known``: of large entries, of which s is a sample."""
+    def _norms_by_tensor(self, grads: Vector, known: list[Any]) -> Tensor:
+        """||S||^2 of each tensor, of this rank's pieces; ``known``: of each entry, if large ones are samples only."""
         layout = self.layout
         rows = [
             layout.sums(e, x.to(layout.like.dtype).square())
             if layout.entries[e].merged
             else as_number(known[e] if known else dot(x, x), layout.like)[None]
-            for e, x in enumerate(s)
+            for e, x in enumerate(grads)
         ]
         return torch.cat(rows)
 
     def multiplied(self) -> tuple[float, bool]:
-        """By what gradients were multiplied between the last backward and :meth:`take`; whether all were by the same.
+        """The factor on ``.grad`` between the last backward and :meth:`take`; whether it was the same for all tensors.
 
         The host waits for it.
         """
@@ -449,30 +435,29 @@ class Contributions:
         ratio = (now / before)[before > 0]
         if not len(ratio) or not torch.isfinite(ratio).all() or not ratio.any():
             return 1.0, True
-        return float((now.sum() / before.sum()).sqrt()), bool(ratio.max() <= (1 + ALIKE) * ratio.min())
+        return float((now.sum() / before.sum()).sqrt()), bool(ratio.max() <= (1 + SAME_FACTOR) * ratio.min())
 
-    def _is_bent(self, s: Vector) -> bool:
-        """Whether any gradient is no longer a multiple of what the last backward left. Only the host looks."""
-        for e, (old, new) in enumerate(zip(self._samples, self.layout.sample(s), strict=False)):
+    def _is_distorted(self, grads: Vector) -> bool:
+        """Whether any ``.grad`` is not a multiple of its snapshot, by cos^2 of the angle. Only the host looks."""
+        # After the first backward there is no sample to compare with.
+        for e, (old, new) in enumerate(zip(self._samples, self.layout.sample(grads), strict=False)):
             a, b = old.double(), new.double()
             entry = self.layout.entries[e]
             sums = [self.layout.sums(e, x) if entry.merged else x.sum().reshape(1) for x in (a * b, a * a, b * b)]
             cross, before, after = sums
-            if bool(((cross.square() < (1 - BENT) * before * after) | ((before == 0) & (after > 0))).any()):
+            if bool(((cross.square() < (1 - DISTORTED) * before * after) | ((before == 0) & (after > 0))).any()):
                 return True
         return False
 
 
-def _quotient(now: Tensor, before: Tensor) -> Tensor:
-    """By what squares have been multiplied."""
+def _ratio(now: Tensor, before: Tensor) -> Tensor:
     return torch.where(before > 0, now / torch.where(before > 0, before, 1), torch.ones_like(now))
 
 
-def _nonzero(p: Tensor) -> bool:
-    """Whether the first numbers of a gradient are not all 0; an accelerator is not waited for."""
+def _starts_nonzero(p: Tensor) -> bool:
     grad: Any = p.grad
     if grad is None or not grad.is_cpu or grad.layout is not torch.strided:
-        return False
+        return False  # an accelerator is not asked
     if type(grad) is not Tensor:
         grad = piece_of(grad.detach(), p)
-    return bool((grad if grad.numel() <= FEW else grad.reshape(-1)[:FEW]).any())
+    return bool((grad if grad.numel() <= PREFIX else grad.reshape(-1)[:PREFIX]).any())

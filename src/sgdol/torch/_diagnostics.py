@@ -1,4 +1,4 @@
-"""Sums over the updates, and what they say about the training."""
+"""Running sums over the updates (the totals), and what is reported of them."""
 
 from __future__ import annotations
 
@@ -11,28 +11,24 @@ from sgdol import summary
 
 __all__ = ["KEPT", "report", "skipped", "zeros"]
 
+# Two counts, three sums weighted by lr/(1 - beta), and moving averages of the last two. Others read totals[0].
 ROWS = ("updates", "skipped", "surrogate", "signal", "length", "recent_signal", "recent_length")
-"""Counts (that of the updates comes first), sums weighted by lr, and two moving averages of the latter."""
 
-
-KEPT = torch.tensor([1.0] * 5 + [summary.RECENT] * 2, dtype=torch.float64)
-"""What is left of each row in the next update."""
+KEPT = torch.tensor([1.0] * 5 + [summary.RECENT] * 2, dtype=torch.float64)  # the share of each row that an update keeps
 
 
 def zeros(like: Tensor) -> Tensor:
-    """The totals before any update."""
     return like.new_zeros(len(ROWS))
 
 
 def skipped(totals: Tensor) -> Tensor:
-    """The totals after an update that was skipped because a gradient was not finite."""
     one = torch.zeros_like(totals)
     one[ROWS.index("skipped")] = 1
     return totals + one
 
 
 def report(totals: Tensor | None, k: int) -> dict[str, Any]:
-    """The totals as numbers that people look at; ``k`` is the number of gradients in an update."""
+    """What ``diagnostics()`` says of the totals (None before the first update); k is the number of gradients."""
     values = dict.fromkeys(ROWS, 0.0) if totals is None else dict(zip(ROWS, totals.tolist(), strict=True))
     recent = values["recent_signal"], values["recent_length"]
     return {

@@ -12,7 +12,7 @@ from sgdol import free, metrics, summary
 from sgdol.averaging import weight as weight_in_average
 from sgdol.free import Settings, State
 from sgdol.torch import _checkpoint as checkpoint
-from sgdol.torch._averaging import Unused
+from sgdol.torch._averaging import UnusedAverage
 from sgdol.torch._base import WatchingOptimizer
 from sgdol.torch._checkpoint import FreeBlanks
 from sgdol.torch._free_options import (
@@ -139,7 +139,7 @@ class SGDOLFree(WatchingOptimizer):
         self._left: tuple[Layout, Any] | None = None
         """Where the last step left the parameters."""
         if not hasattr(self, "_unused"):
-            self._unused = Unused(self)
+            self._unused = UnusedAverage(self)
 
     # The public face --------------------------------------------------------------------------------------------------
 
@@ -236,14 +236,14 @@ class SGDOLFree(WatchingOptimizer):
             multipliers(self.param_groups)  # refuses what cannot be one
             self._warnings.multiplied(largest(self.param_groups), state.updates)
             now = probes.given(batch, self._moved())
-            self._warnings.taken(self._passes.known.bent, self._world().remarks)  # type: ignore[union-attr]
+            self._warnings.taken(self._passes.contributions.distorted, self._world().remarks)  # type: ignore[union-attr]
             if not state.updates:
                 refuse_scaled(now.clipped)
             if not now.finite:
                 batch.undo()
             state, now = probes.advance(state, now, batch, self._vector)
             if now.finite and state.first_norm > 0:
-                self._passes.known.forget()  # type: ignore[union-attr]  # contributions are large in the first step
+                self._passes.contributions.forget()  # type: ignore[union-attr]  # contributions are large in the first step
                 state = self._move(state, now)
                 if abs(now.norm**2 - now.signal) <= now.layout.rounding * now.norm**2:
                     self._warnings.identical_again(state.updates)

@@ -1,6 +1,6 @@
-"""Independent gradients of a step: what every source of them leaves, and the source of loops with one backward a step.
+"""The independent gradients of a step, and their source in loops with one backward per step.
 
-Loops with several backward passes per step have :mod:`sgdol.torch._passes`.
+The source in loops with several backward passes per step is :mod:`sgdol.torch._passes`.
 """
 
 from __future__ import annotations
@@ -20,28 +20,20 @@ __all__ = ["Gradients", "HeldPair"]
 
 
 class Gradients(NamedTuple):
-    """The independent gradients of one step, in the metric of the step."""
+    """The k independent gradients g_1, ..., g_k of one step, in the metric D of the step."""
 
     k: int
-    """How many there were."""
-    layout: Layout
-    """The parameters that take part."""
-    operators: Operators
-    """D of the step."""
-    g: Vector
-    """Their mean; not to be written to."""
-    n: Numbers
-    """<g, D^-1 g>, over all ranks; where sums over all tensors are enough, a single Python number."""
-    u: Numbers
-    """The mean of <g_i, D^-1 g_j> over i != j, over all ranks."""
-    squared: Any
-    """The sum of n, over everything."""
-    signal: Any
-    """The sum of u."""
+    layout: Layout  # the parameters that take part
+    operators: Operators  # D
+    g: Vector  # the mean of the gradients (with the paper's estimator g_1); not to be written to
+    n: Numbers  # <g, D^-1 g>, over all ranks; a single Python float if sums over all tensors are enough
+    u: Numbers  # the mean of <g_i, D^-1 g_j> over i != j, over all ranks
+    squared: Any  # the sum of n
+    signal: Any  # the sum of u
 
 
 class HeldPair:
-    """Two gradients of two consecutive steps: Algorithm 1's own protocol.
+    """Two gradients of two consecutive ``step()`` calls, as in Algorithm 1: the first is held, the second completes it.
 
     Args:
         groups: the optimizer's parameter groups; ``"pending"`` in them says that a gradient is held.
@@ -58,7 +50,6 @@ class HeldPair:
 
     @property
     def pending(self) -> bool:
-        """Whether a gradient is held."""
         return bool(self._groups) and self._groups[0].get("pending", False)
 
     @pending.setter
@@ -67,11 +58,9 @@ class HeldPair:
             group["pending"] = pending
 
     def holds(self, param: Tensor) -> bool:
-        """Whether a gradient of this parameter is held."""
         return "held_gradient" in self._state.get(param, ())
 
     def hold(self, params: list[Tensor]) -> None:
-        """Keep a copy of the gradients until the next step."""
         for p in params:
             buffer = self._spare.pop(p, None)
             if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (p.shape, p.dtype, p.device):
@@ -82,7 +71,12 @@ class HeldPair:
         self.pending = True
 
     def take(self, layout: Layout, *, pooled: bool = False) -> Gradients:
-        """The held gradients with those of this step; ``pooled``: as Contributions.take has it."""
+        """The pair of the held gradient and that of this step.
+
+        Args:
+            layout: the parameters that take part.
+            pooled: whether sums over all tensors are enough: numbers are then Python floats.
+        """
         for i, p in enumerate(layout.params):
             held = self._state.get(p, {}).get("held_gradient")
             if held is not None and held.shape != p.shape:
@@ -90,17 +84,17 @@ class HeldPair:
                     f"the two gradients of a pair must have the same shape: parameter {i} is {tuple(p.shape)} now, the "
                     f"gradient that is held {tuple(held.shape)}"
                 )
-        granularities = {group["granularity"] for group in layout.groups}
         first, second = layout.gather([self._release(p) for p in layout.params]), layout.gradients()
-        for p in layout.params:
-            if not self._state[p] and "tensor" not in granularities:  # there a learner's state belongs to the parameter
-                del self._state[p]
-        # The direction is the mean of both, or, with the paper's estimator, the first alone.
+        # A state that is empty again is not saved. Blocks of tensors have references to theirs, so they stay.
+        if not any(group["granularity"] == "tensor" for group in layout.groups):
+            for p in layout.params:
+                if not self._state[p]:
+                    del self._state[p]
         paper = [layout.groups[entry.group]["estimator"] == "paper" for entry in layout.entries]
         pairs = zip(first, second, paper, strict=True)
-        g = [a if alone else torch.add(a, b).mul_(0.5) for a, b, alone in pairs]
+        g = [a if first_alone else torch.add(a, b).mul_(0.5) for a, b, first_alone in pairs]
         operators = self._metrics.operators(layout, g)
-        # As inner products, like u: for two equal gradients u = n to the last bit.
+        # n is made like u, as a sum of products, so that u = n to the last bit if both gradients are equal.
         if pooled:
             self.pending = False
             n, u = (layout.products(x, y, operators, pooled=True) for x, y in ((g, g), (first, second)))
@@ -115,8 +109,7 @@ class HeldPair:
         return Gradients(2, layout, operators, g, n, u, *rows.sum(1))
 
     def _release(self, p: Tensor) -> Tensor | None:
-        """The held gradient, whose memory is kept for the next one; None if there is none."""
         held = self._state[p].pop("held_gradient", None)
         if held is not None:
-            self._spare[p] = held
+            self._spare[p] = held  # memory for the next held gradient
         return held

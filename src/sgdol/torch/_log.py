@@ -8,36 +8,34 @@ from typing import Any, Protocol
 
 __all__ = ["Log", "finite", "scalars"]
 
-QUANTITIES = (
+QUANTITIES = (  # of opt.diagnostics(), besides the step sizes
     "signal_to_noise", "noise_scale", "updates", "skipped", "gradients",
     "loss", "smoothness", "evaluations", "rejections", "rollbacks",
 )  # fmt: skip
-"""What is recorded of ``opt.diagnostics()`` besides the step sizes."""
 
 
 class Writer(Protocol):
-    """What ``torch.utils.tensorboard.SummaryWriter`` has, and tensorboardX's."""
+    """A writer such as ``torch.utils.tensorboard.SummaryWriter`` or that of tensorboardX."""
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Write one number."""
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
 
 
 Sink = Callable[[Mapping[str, float], int], Any]
 
 
 def scalars(optimizer: Any) -> dict[str, float]:
-    """What the optimizer has learned so far, each number by its name.
+    """The numbers of ``optimizer.diagnostics()`` by name, as trackers take them.
 
     * ``step_size``, or ``step_size/<group>`` with several parameter groups: the group's ``"name"``, else its number;
     * ``signal_to_noise`` and ``noise_scale``, over the recent updates (see :meth:`sgdol.torch.SGDOL.diagnostics`);
-    * ``updates``, ``skipped`` (a gradient was not finite) and ``gradients`` (k, of the last update);
+    * ``updates``, ``skipped`` (because a gradient was not finite) and ``gradients`` (k of the last update);
     * with SGDOLFree also ``loss``, ``smoothness``, ``evaluations``, ``rejections`` and ``rollbacks`` (see
       :meth:`sgdol.torch.SGDOLFree.diagnostics`).
 
     Reads from the device, so not for every step.
 
     Args:
-        optimizer: an SGDOL or SGDOLFree, or what a trainer has wrapped around it (Accelerate, Lightning, Fabric).
+        optimizer: an SGDOL or SGDOLFree, or a trainer's wrapper around it (Accelerate, Lightning, Fabric).
 
     >>> import torch
     >>> from sgdol import SGDOL
@@ -56,9 +54,9 @@ def scalars(optimizer: Any) -> dict[str, float]:
 class Log:
     r"""Records what an optimizer learns, and writes it to TensorBoard or to any other tracker.
 
-    Call it after every ``opt.step()``. It looks at the optimizer every so many calls only, because that waits for the
-    device. Numbers that are not finite (before the first update there is no signal-to-noise ratio) are recorded as they
-    are but not written.
+    Call it after every ``opt.step()``. It reads from the optimizer every ``every`` steps only, because that waits
+    for the device. Numbers that are not finite (before the first update there is no signal-to-noise ratio) are recorded
+    but not written.
 
     Args:
         writer: an object with ``add_scalar(tag, value, step)``, such as
@@ -98,10 +96,10 @@ class Log:
         self.history: list[dict[str, float]] = []
 
     def __call__(self, optimizer: Any, step: int | None = None) -> dict[str, float] | None:
-        """Record, if it is time to.
+        """Record if the step is a multiple of ``every``.
 
         Args:
-            optimizer: an SGDOL, or what a trainer has wrapped around it.
+            optimizer: an SGDOL or SGDOLFree, or a trainer's wrapper around it.
             step: the number of this step, for the horizontal axis; None counts the calls, from 1.
 
         Returns:
@@ -135,7 +133,7 @@ class Log:
 
 
 def finite(values: Mapping[str, float], prefix: str = "") -> dict[str, float]:
-    """Those that are finite, with a prefix to their names.
+    """The finite numbers, with a prefix to their names.
 
     >>> finite({"step_size": 0.5, "noise_scale": float("nan")}, prefix="sgdol/")
     {'sgdol/step_size': 0.5}
@@ -144,23 +142,19 @@ def finite(values: Mapping[str, float], prefix: str = "") -> dict[str, float]:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of a trainer's wrapper, which keeps it as ``.optimizer``."""
     inner = optimizer
     while inner is not None and not hasattr(inner, "diagnostics"):
-        inner = getattr(inner, "optimizer", None)
+        inner = getattr(inner, "optimizer", None)  # where trainers' wrappers keep it
     if inner is None:
-        raise TypeError(f"optimizer must be an SGDOL, or a trainer's wrapper around one, got {_kind(optimizer)}")
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        raise TypeError(f"optimizer must be an SGDOL, or a trainer's wrapper around one, got {kind}")
     return inner
 
 
-def _kind(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
 def _labels(groups: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
-    """A name for the step size of each parameter group."""
     names = {i: str(group.get("name", i)) for i, group in groups.items()}
     if len(groups) == 1 and not any("name" in group for group in groups.values()):
         return dict.fromkeys(groups, "step_size")
     taken = list(names.values())
+    # Groups may share a name: then their number follows.
     return {i: f"step_size/{name}-{i}" if taken.count(name) > 1 else f"step_size/{name}" for i, name in names.items()}

@@ -1,10 +1,9 @@
-"""Backward passes between two steps, each of them one independent gradient: one recorder for both optimizers.
+"""Records the backward passes between two steps, each of which is one independent gradient, for both optimizers.
 
-A hook in front of a leaf's gradient accumulator sees what every backward brings before it is added to ``.grad`` and
-before DistributedDataParallel averages it over the ranks. Of these contributions c_1, ..., c_k only their sum
-S = ``.grad`` and Q = sum <c_i, D^-1 c_i> are needed (:mod:`sgdol.torch._contributions`). The first contribution *is*
-``.grad`` until the second comes, so a loop with one backward per step pays for nothing. (Where ranks average their
-gradients it is not, and is measured too.)
+A hook in front of a leaf's gradient accumulator sees what every backward contributes, before it is added to ``.grad``
+and before DistributedDataParallel averages it over the ranks. :class:`Contributions` keeps what is needed of it. The
+first contribution *is* ``.grad`` until the second comes, so a loop with one backward per step pays for nothing. (Where
+ranks average their gradients it is not, and is measured too.)
 """
 
 from __future__ import annotations
@@ -36,24 +35,32 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _DENSE = torch.strided
 _kind: Callable[[Tensor], Any] = attrgetter("dtype", "device", "shape")
 
+SHARED = (
+    "a large parameter is used in several segments of reentrant activation checkpointing, so that one backward() "
+    "brought it several gradients and the noise of this step is measured wrong. "
+    "Use checkpoint(..., use_reentrant=False)."
+)
+
 
 class Passes:
-    """Counts the backward passes that reach some parameters, and adds up the squares of what each of them brings.
+    """Counts the backward passes that reach some parameters, and measures what each of them contributes.
+
+    Reentrant activation checkpointing runs backward passes inside of a backward pass. Autograd calls each of them a
+    graph task; all graph tasks inside one outermost call of the engine are one pass here.
 
     Args:
         params: all parameters, also lazy ones, which have no shape before their first forward.
-        layout: makes the layout of those that have a shape and a gradient to come: a method.
-        finder: knows the world, and so how gradients arrive.
-        metrics: in which gradients are measured.
-        warn: tells the user of a reentrant segment that cannot be measured: a method.
-        earlier: a recorder of other parameters, whose passes this one goes on with.
+        layout: a method that makes the layout of the parameters that have a shape and may get a gradient.
+        finder: finds the world: how gradients arrive.
+        metrics: the metrics in which contributions are measured.
+        warn: a method that warns the user.
+        earlier: a recorder of other parameters, whose passes this one continues.
     """
 
-    known: Contributions
-    """What is known of the contributions."""
-    _used: bool
-    origins: list[Replay | None]
-    """The call of :func:`sgdol.torch.backward` that each pass belongs to: how to run it again."""
+    contributions: Contributions
+    origins: list[Replay | None]  # the call of sgdol.torch.backward that each pass belongs to: how to run it again
+    _after_step: bool  # True if the last reset() was that of a step, so .grad may be left over
+    left_over: bool  # True if .grad was not zeroed between the last step and the first backward of this one
 
     def __init__(
         self,
@@ -64,33 +71,28 @@ class Passes:
         warn: Callable[[str], None],
         earlier: Passes | None = None,
     ) -> None:
-        # Methods of an optimizer that has this recorder: it must not be kept alive by it.
+        # Both are methods of the optimizer that has this recorder, which must not keep it alive.
         self._make_layout, self._warn = weakref.WeakMethod(layout), weakref.WeakMethod(warn)
         self._params, self._finder, self._metrics = params, finder, metrics
         self._taps = [Tap() for _ in params]
-        self.world: World = finder.here
-        """The world in which the last backward ran."""
+        self.world: World = finder.here  # the world in which the last backward ran
         self._thread = 0
         self._lay_out()
-        self.compiled = False
-        self._clear()
+        self.compiled = False  # True if compiled autograd ran a backward
+        self._end_pass()
         self.reset()
         self.watch()
         for i, p in enumerate(self.layout.params):
             # A gradient that is there before anybody watches is one contribution. Of one that is already averaged over
             # the ranks nobody knows any more what each rank had.
             if is_dense(p) and p.requires_grad and not (self.world.reduces(p) and self.world.waits(p)):
-                self.known.found(i)
-        if earlier is not None and any(earlier.known.counts):
-            self._go_on_from(earlier)
+                self.contributions.counts[i], self.contributions.is_empty = 1, False
+        if earlier is not None and any(earlier.contributions.counts):
+            with torch.no_grad():
+                earlier.finish()
+                self._after_step, self.world, self.origins = earlier._after_step, earlier.world, earlier.origins
+                self.contributions.take_over(earlier.contributions)
         weakref.finalize(self, remove, self._taps)
-
-    @torch.no_grad()
-    def _go_on_from(self, earlier: Passes) -> None:
-        """Take over what another recorder knows of the parameters that both have."""
-        earlier.finish()
-        self._used, self.world, self.origins = earlier._used, earlier.world, earlier.origins
-        self.known.go_on_from(earlier.known)
 
     def _lay_out(self) -> None:
         make = self._make_layout()
@@ -99,24 +101,23 @@ class Passes:
         self._rows = {id(p): i for i, p in enumerate(self.layout.params)}
         self._entry_of = [e for e, entry in enumerate(self.layout.entries) for _ in entry.sizes]
         merged = [self.layout.entries[e].merged for e in self._entry_of]
-        self._merged = {key: i for key, i in self._rows.items() if merged[i]}
+        self._merged_rows = {key: i for key, i in self._rows.items() if merged[i]}
         self._reduces = [self._finder.here.reduces(p) for p in self.layout.params]
-        self.known = Contributions(self.layout, self._metrics)
+        self.contributions = Contributions(self.layout, self._metrics)
         # A lazy parameter has no shape, and asking each whether it is lazy takes as long as everything else here.
         self._kind = _kind_of_lazy if any(map(is_lazy, self._params)) else _kind
         self._kinds = list(map(self._kind, self._params))
 
     def watch(self) -> None:
-        """Be in front of all accumulators: a parameter that was frozen or changed its type has a new one."""
+        # Called again for parameters that were frozen or changed their type: they have new accumulators.
         here = self._finder.here
         for p, tap in zip(self._params, self._taps, strict=True):
             if type(p) in ORDINARY and p.requires_grad and p.is_leaf and not here.spread:
-                tap.attach(p, short_hook(self, id(p)))
+                tap.attach(p, fast_hook(self, id(p)))
             else:
                 here.tap(p, tap, Listener(self, id(p)))
 
     def remove(self) -> None:
-        """Stop watching."""
         remove(self._taps)
 
     def parameters_changed(self) -> bool:
@@ -124,50 +125,47 @@ class Passes:
         return self._kinds != list(map(self._kind, self._params))
 
     def reset(self, *, used: bool = False) -> None:
-        """Forget the passes: their gradients have been used, and may be there still, or were thrown away."""
-        self._used, self.left_over = used, False
-        self.known.thrown_away = not used and any(self.known.counts)
-        self.overlapping = False
-        """Whether backward passes ran in several threads at the same time."""
+        self._after_step, self.left_over = used, False
+        # A step has used the gradients, which may still be in .grad; else they are zeroed.
+        self.contributions.thrown_away = not used and any(self.contributions.counts)
+        self.overlapping = False  # True if backward passes ran in several threads at the same time
         self.origins = []
-        if not self.known.fresh:
-            self.known.forget()
-        if self._open is not None:
-            self._clear()
+        if not self.contributions.is_empty:
+            self.contributions.forget()
+        if self._engine_call is not None:
+            self._end_pass()
 
-    def _clear(self) -> None:
-        """No backward is running."""
-        self._tasks: set[int] = set()
-        self._task = -1  # the first of them
-        self._open: Any = None
-        self._told = False  # whether the end of the backward that is running will be told
-        self._keeping = False
-        self._direct: dict[int, int] = {}  # the rows of parameters whose gradients need no more than to be noted
-        self._brought: dict[int, Tensor | None] = {}  # what it has brought, by row; None where .grad will tell
-        self._lengths: dict[int, Tensor] = {}  # <c, D^-1 c> of what it has brought to large tensors
-        self._previous: dict[int, Tensor] = {}  # .grad of sharded tensors before it
-        self._expected: dict[int, Tensor] = {}  # a sample of what .grad will be, of tensors with hooks
-        self._noted = False
+    def _end_pass(self) -> None:
+        self._engine_call: Any = None  # the frame of the outermost engine call; True if there is a pass but no frame
+        self._graph_tasks: set[int] = set()
+        self._first_task = -1
+        self._close_is_queued = False  # True if autograd will call _close at the end of the outermost graph task
+        self._snapshot_taken = False  # True if a reentrant segment that ended has taken a snapshot of .grad
+        self._measuring = False  # False in the first pass, whose contribution is .grad
+        self._fast_rows: dict[int, int] = {}  # rows of the parameters whose gradients the fast hook may store
+        self._arrived: dict[int, Tensor | None] = {}  # contributions by row; None where .grad or _squares tells
+        self._squares: dict[int, Tensor] = {}  # of the contributions to large tensors, by row
+        self._before: dict[int, Tensor] = {}  # .grad of sharded tensors before this backward
+        self._expected: dict[int, Tensor] = {}  # samples of what .grad will be, of tensors with user hooks
 
     def finish(self) -> int:
-        """How many passes there have been. A backward that has not told its end has ended by now, or has raised."""
-        if self._open is not None:
-            if self._told:  # it was to tell its end, so it has raised half-way
-                self._clear()
-            else:  # all that it has brought came from reentrant segments, whose ends tell nothing of its own
+        """The number of passes. A pass that has not been closed has ended by now, or has raised."""
+        if self._engine_call is not None:
+            if self._close_is_queued:  # but was not called: the backward has raised half-way
+                self._end_pass()
+            else:  # all contributions came from reentrant segments, at whose ends _close is not called
                 self._close()
-        passes = max(self.known.counts, default=0)
+        passes = max(self.contributions.counts, default=0)
         if not passes:  # gradients that were written by hand
             self.world = self._finder.world
         return passes
 
     def unseen(self, params: Sequence[Tensor]) -> bool:
         """Whether one of these has a gradient that no hook has seen: it is new, unfrozen or of another type."""
-        seen = {p for n, p in zip(self.known.counts, self.layout.params, strict=True) if n}
+        seen = {p for n, p in zip(self.contributions.counts, self.layout.params, strict=True) if n}
         return any(p.grad is not None and p not in seen for p in params)
 
     def refuse_uncounted(self, name: str) -> None:
-        """Raise if passes went by uncounted: autograd was compiled, or several ran at the same time."""
         if self.compiled:
             self.compiled = False
             self.reset()
@@ -183,167 +181,160 @@ class Passes:
             )
 
     # While a backward runs --------------------------------------------------------------------------------------------
-
-    def _admit(self, index: int) -> None:
-        """A lazy parameter has got its shape since: it joins the layout, in the middle of its first backward."""
-        reached = [self.layout.params[i] for i in self._brought]
-        if any(self.known.counts):
-            raise RuntimeError(RESHAPED)
-        self._lay_out()
-        self._brought = {self._rows[id(p)]: None for p in reached}
+    # arrived, begun and reduced are what the hooks call: see sgdol.torch._world.Listener.
 
     def arrived(self, index: int, gradient: Tensor) -> None:
-        """This rank's own gradient arrives in the backward that runs now, and is about to be accumulated."""
         if gradient.layout != torch.strided:
             return
         task = graph_task()
-        if task not in self._tasks:
+        if task not in self._graph_tasks:
             self._begin(task, index)
         if index not in self._rows:
-            self._admit(index)
+            # A lazy parameter has got its shape since: it joins the layout, in the middle of its first backward.
+            reached = [self.layout.params[i] for i in self._arrived]
+            if any(self.contributions.counts):
+                raise RuntimeError(RESHAPED)
+            self._lay_out()
+            self._arrived = {self._rows[id(p)]: None for p in reached}
         row = self._rows[index]
-        if not self._keeping or index in self._direct:
-            self._brought[row] = gradient if self._keeping else None
+        if not self._measuring or index in self._fast_rows:
+            self._arrived[row] = gradient if self._measuring else None
         else:
-            # A gradient that somebody holds is copied to .grad, not moved there, where DistributedDataParallel writes.
-            self._keep(row, gradient.detach() if gradient.requires_grad else gradient)
+            # Autograd copies a gradient that somebody else holds to .grad. One that nobody holds it moves there, where
+            # DistributedDataParallel would overwrite it.
+            self._measure(row, gradient.detach() if gradient.requires_grad else gradient)
 
     def begun(self, index: int) -> None:
-        """A backward has reached a sharded parameter, whose gradient comes later."""
         task = graph_task()
-        if task not in self._tasks:
+        if task not in self._graph_tasks:
             self._begin(task, index)
 
     def reduced(self, index: int) -> None:
-        """A sharded parameter's gradient, averaged over the ranks, has been added to ``.grad``."""
+        row = self._rows[index]
         task = graph_task()
-        if task not in self._tasks:
-            self.known.counts[self._rows[index]] = 0  # through a leaf that nobody told of: what was added is not known
+        if task not in self._graph_tasks:
+            # It came through a leaf that begun() was not called for, so .grad before it is not known.
+            self.contributions.counts[row] = 0
             self._begin(task, index)
-        index = self._rows[index]
-        p = self.layout.params[index]
-        gradient, previous = piece_of(p.grad, p), self._previous.get(index)  # type: ignore[arg-type]
-        if self._keeping:
-            self._keep(index, gradient if previous is None else gradient - previous)
+        p = self.layout.params[row]
+        gradient, before = piece_of(p.grad, p), self._before.get(row)  # type: ignore[arg-type]
+        if self._measuring:
+            self._measure(row, gradient if before is None else gradient - before)
         else:
-            self._brought[index] = None
+            self._arrived[row] = None
 
-    def _keep(self, index: int, gradient: Tensor) -> None:
-        """Keep what is needed of a contribution: the gradient until the pass ends, or, of a large one, its length."""
-        p: Any = self.layout.params[index]
-        again = index in self._brought
-        earlier = self._brought.setdefault(index, None)
-        if not self.known.counts[index] and not self.world.waits(p):
+    def _measure(self, row: int, gradient: Tensor) -> None:
+        """Keep what is needed of a contribution: its square if the tensor is large, else itself until the pass ends."""
+        p: Any = self.layout.params[row]
+        again = row in self._arrived
+        earlier = self._arrived.setdefault(row, None)
+        if not self.contributions.counts[row] and not self.world.waits(p):
             return  # the first: it is .grad
         if p._post_accumulate_grad_hooks and is_dense(p) and self.world.alone:
-            # Such a hook may change .grad in the middle of a backward, where nothing else tells of it.
-            self._expected[index] = sample(piece_of(p.grad.detach(), p)) + sample(piece_of(gradient, p))
-        e = self._entry_of[index]
-        if self.known.keeps(e):
-            self._brought[index] = gradient if earlier is None else earlier + gradient
+            # Such a hook may change .grad in the middle of a backward, where no snapshot tells of it.
+            self._expected[row] = sample(piece_of(p.grad.detach(), p)) + sample(piece_of(gradient, p))
+        e = self._entry_of[row]
+        if self.contributions.keeps_gradient(e):
+            self._arrived[row] = gradient if earlier is None else earlier + gradient
             return
         dtype = self.layout.entries[e].dtype
         before = piece_of(p.grad.detach(), p).to(dtype) if self.world.alone and is_dense(p) else None
         if before is None and self.world.alone:
-            return  # nothing to be added to
-        length = self.known.measure(e, piece_of(gradient, p).to(dtype), before=before)
-        if again and index in self._lengths:
-            length = self._lengths[index] + length
+            return  # 2 <S, D^-1 c> with S = 0
+        square = self.contributions.measure(e, piece_of(gradient, p).to(dtype), before=before)
+        if again and row in self._squares:
+            # Their sum is not the square of the whole contribution, whose first part is gone.
+            square = self._squares[row] + square
             warn = self._warn()
             if warn is not None and not self.overlapping:
                 warn(SHARED)
-        self._lengths[index] = length
+        self._squares[row] = square
 
     def _begin(self, task: int, index: int) -> None:
-        """A graph task has reached its first parameter: a backward's own, or one that reentrant checkpointing began."""
+        """A graph task has reached its first parameter: a pass begins, or a reentrant segment of the one that runs."""
         if torch.compiler.is_compiling():  # compiled autograd traces this
             self.compiled = True
             return
-        call, inside = outermost()
-        if self._open is None or call is None or self._open is not call:
-            # Noted before anything else, so that of two threads that begin at the same time one sees the other.
-            earlier, thread = self._open, self._thread
-            self._open, self._thread = call or True, threading.get_ident()
+        call, is_inner = outermost_engine_call()
+        if self._engine_call is None or call is None or self._engine_call is not call:
+            # Set before anything else, so that of two threads that begin at the same time one sees the other.
+            earlier, thread = self._engine_call, self._thread
+            self._engine_call, self._thread = call or True, threading.get_ident()
             if earlier is not None:
                 self.overlapping |= thread != self._thread and earlier is not True and is_running(earlier)
                 with torch.no_grad():
                     self.finish()
-                self._open = call or True
+                self._engine_call = call or True  # finish() has reset it
             with torch.no_grad():  # with create_graph=True .grad may have a graph
                 self._start(index)
-        if self._tasks:
-            self._direct = {}  # reentrant segments may bring several gradients to a parameter
+        if self._graph_tasks:
+            self._fast_rows = {}  # reentrant segments may bring several gradients to a parameter
         else:
-            self._task = task
-        self._tasks.add(task)
-        self._told |= not inside
-        close: Callable[[], None] = lambda: self._ended(task, inside)  # noqa: E731
+            self._first_task = task
+        self._graph_tasks.add(task)
+        self._close_is_queued |= not is_inner
+        close: Callable[[], None] = lambda: self._task_ended(task, is_inner)  # noqa: E731
         if not self.world.alone:
-            # The wrapper queues its wait for the all-reduce in the middle of backward: a callback that is queued by a
-            # callback runs after it.
+            # DistributedDataParallel queues its wait for the all-reduce in the middle of backward, after this. A
+            # callback that a callback queues runs after all that were queued before, so after that wait.
             first = close
             close = lambda: after_backward(first)  # noqa: E731
         after_backward(close)
 
     def _start(self, index: int) -> None:
-        """A backward begins."""
+        # Nothing has been added to .grad yet.
         self.world = world = self._finder.world if is_distributed() else self._finder.here
-        again = self.known.begin(world)
+        again = self.contributions.begin(world)
         if not again:
             self.origins = []  # of gradients that were thrown away
-            if self._used:
+            if self._after_step:
                 first: Any = self.layout.params[self._rows.get(index, 0)]
                 self.left_over = is_dense(first) and first.is_cpu and bool(piece_of(first.grad.detach(), first).any())
         self.origins.append(RUNNING.get(threading.get_ident()))
-        self._keeping = again or not world.alone
-        if not self._keeping:
-            self._direct = self._rows
+        self._measuring = again or not world.alone
+        if not self._measuring:
+            self._fast_rows = self._rows
         elif not world.spread and not any(p._post_accumulate_grad_hooks for p in self.layout.params):
-            self._direct = self._merged
+            self._fast_rows = self._merged_rows
         if world.spread:
             for i, p in enumerate(self.layout.params):
                 if self._reduces[i] and p.grad is not None and not world.waits(p):
-                    self._previous[i] = piece_of(p.grad, p).clone()
+                    self._before[i] = piece_of(p.grad, p).clone()
 
-    def _ended(self, task: int, inside: bool) -> None:
-        """A graph task has ended, after every rank's gradients have been averaged."""
-        if task not in self._tasks:
+    def _task_ended(self, task: int, is_inner: bool) -> None:
+        if task not in self._graph_tasks:
             return
         with torch.no_grad():
-            if not inside:
+            if not is_inner:  # and the gradients of all ranks are averaged
                 self._close()
-            elif self._keeping:
-                # The end of the outermost is told only if it brings something itself: this may be the last.
-                self.known.note()
-                self._noted = True
+            elif self._measuring:
+                # If the outermost graph task reaches no parameter itself, no callback tells of its end, and the user
+                # may change .grad after it: this may be the last chance for a snapshot.
+                self.contributions.take_snapshot()
+                self._snapshot_taken = True
 
     def _close(self) -> None:
-        """A backward has ended: what it brought is a contribution to each tensor that it has reached."""
+        """A pass has ended: what arrived is a contribution to each tensor that it has reached."""
         for i, expected in self._expected.items():
             p: Any = self.layout.params[i]
             error = (sample(piece_of(p.grad, p)) - expected).abs().max()
-            self.known.bent |= bool(error > 64 * torch.finfo(expected.dtype).eps * expected.abs().max())
-        brought, lengths, keeping, note = self._brought, self._lengths, self._keeping, not self._noted or self._told
-        self._clear()
-        self.known.add(brought, lengths, measure=keeping)
-        if note:
-            self.known.note(measure=keeping)
-
-
-SHARED = (
-    "a large parameter is used in several segments of reentrant activation checkpointing, so that one backward() "
-    "brought it several gradients and the noise of this step is measured wrong. "
-    "Use checkpoint(..., use_reentrant=False)."
-)
+            self.contributions.distorted |= bool(
+                error > 64 * torch.finfo(expected.dtype).eps * expected.abs().max()  # more than rounding
+            )
+        arrived, squares, measuring = self._arrived, self._squares, self._measuring
+        # Without a callback at its end, .grad may have been changed since the snapshot of its last segment.
+        needs_snapshot = self._close_is_queued or not self._snapshot_taken
+        self._end_pass()
+        self.contributions.add(arrived, squares, measure=measuring)
+        if needs_snapshot:
+            self.contributions.take_snapshot(measure=measuring)
 
 
 def _kind_of_lazy(p: Tensor) -> Any:
-    """What :data:`_kind` says of a parameter, of which some are lazy: these have no shape yet."""
     return p.dtype, p.device, None if is_lazy(p) else p.shape
 
 
 def is_dense(p: Tensor) -> bool:
-    """Whether a parameter has an ordinary gradient."""
     return p.grad is not None and p.grad.layout == torch.strided
 
 
@@ -351,7 +342,7 @@ def is_dense(p: Tensor) -> bool:
 
 
 class Listener:
-    """What one parameter's hooks call; does not keep the recorder alive."""
+    """What the hooks of one parameter call; does not keep the recorder alive."""
 
     __slots__ = ("_index", "_recorder")
 
@@ -359,47 +350,45 @@ class Listener:
         self._recorder, self._index = weakref.ref(recorder), index
 
     def arrived(self, gradient: Tensor) -> None:
-        """A gradient arrives."""
         recorder = self._recorder()
         if recorder is not None:
             recorder.arrived(self._index, gradient)
 
     def begun(self) -> None:
-        """A backward has begun."""
         recorder = self._recorder()
         if recorder is not None:
             recorder.begun(self._index)
 
     def reduced(self) -> None:
-        """A gradient has been reduced."""
         recorder = self._recorder()
         if recorder is not None:
             recorder.reduced(self._index)
 
 
-def short_hook(recorder: Passes, key: int) -> Callable[[tuple[Tensor | None, ...]], None]:
-    """The hook of an ordinary leaf. It is called more often than anything else, so its usual way is short."""
-    reference = weakref.ref(recorder)
+def fast_hook(recorder: Passes, key: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+    """The hook of an ordinary leaf. It is called once per tensor and pass, so its usual way is short."""
+    reference = weakref.ref(recorder)  # accumulators outlive optimizers
 
     def hook(gradients: tuple[Tensor | None, ...]) -> None:
-        here, gradient = reference(), gradients[0]
-        if here is None or gradient is None:
+        passes, gradient = reference(), gradients[0]
+        if passes is None or gradient is None:
             return
-        row = here._direct.get(key)
-        if row is None or graph_task() != here._task or gradient.layout is not _DENSE:
-            here.arrived(key, gradient)
+        row = passes._fast_rows.get(key)
+        # Another graph task may be a pass that has raised, a new pass or a reentrant segment.
+        if row is None or graph_task() != passes._first_task or gradient.layout is not _DENSE:
+            passes.arrived(key, gradient)
         else:
-            here._brought[row] = gradient if here._keeping else None
+            passes._arrived[row] = gradient if passes._measuring else None
 
     return hook
 
 
-def outermost() -> tuple[FrameType | None, bool]:
-    """The outermost call of autograd's engine on this thread, and whether there is another inside of it.
+def outermost_engine_call() -> tuple[FrameType | None, bool]:
+    """The frame of the outermost call of autograd's engine on this thread, and whether another call is inside of it.
 
-    Reentrant checkpointing nests calls, and a graph task does not tell which other it is inside of; Python's stack
-    does. (On an accelerator hooks run in a thread of the device, whose stack begins there: reentrant segments count as
-    passes of their own.)
+    Reentrant checkpointing nests calls. A graph task does not tell which other it is inside of; Python's stack does.
+    On an accelerator hooks run in a thread of the device, whose stack begins there: reentrant segments count as passes
+    of their own.
     """
     found, depth, frame = None, 0, sys._getframe(1)
     while frame is not None:
@@ -410,17 +399,15 @@ def outermost() -> tuple[FrameType | None, bool]:
 
 
 def is_running(call: FrameType) -> bool:
-    """Whether a call is on the stack of any thread."""
     for frame in sys._current_frames().values():
-        there: FrameType | None = frame
-        while there is not None:
-            if there is call:
+        outer: FrameType | None = frame
+        while outer is not None:
+            if outer is call:
                 return True
-            there = there.f_back
+            outer = outer.f_back
     return False
 
 
 def remove(taps: Sequence[Tap]) -> None:
-    """Take hooks away."""
     for tap in taps:
         tap.remove()

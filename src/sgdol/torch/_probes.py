@@ -131,7 +131,7 @@ class Probes:
             with torch.enable_grad():
                 batch.replays[0].first()
         else:
-            self.count, self._passes.known.thrown_away = 1, False  # what was thrown away was an earlier batch
+            self.count, self._passes.contributions.thrown_away = 1, False  # what was thrown away was an earlier batch
 
     def again(self, batch: Batch) -> Evaluation:
         """Evaluate the same batch where the parameters are now, so that nobody notices."""
@@ -154,7 +154,7 @@ class Probes:
             moved: whether something else has moved this rank's parameters since the last step.
         """
         now = self.evaluation(loss_of(batch.loss), moved)
-        factor, alike = (1.0, True) if batch.closure else self._passes.known.multiplied()
+        factor, alike = (1.0, True) if batch.closure else self._passes.contributions.multiplied()
         if factor == 1 or not now.finite:
             return now
         if not alike:
@@ -200,7 +200,7 @@ class Probes:
         assert layout_of is not None
         passes = self._passes.finish()
         layout, world = layout_of(), self._passes.world
-        if self._passes.known.thrown_away:
+        if self._passes.contributions.thrown_away:
             raise RuntimeError(
                 "gradients were set to zero between the backward passes of the closure, so that .grad is not their "
                 "sum: call opt.zero_grad() once, before the first"
@@ -211,7 +211,7 @@ class Probes:
                 "time(s). Split the batch: for x, y in zip(inputs.chunk(2), targets.chunk(2)): "
                 "(criterion(model(x), y) / 2).backward()"
             )
-        found = self._passes.known.take(layout, world, pooled=world.alone)
+        found = self._passes.contributions.take(layout, world, pooled=world.alone)
         squared, signal, k = float(found.squared), float(found.signal), found.k
         g = layout.copy(found.g) if world.overwrites else found.g
         # Q = n - u (k - 1)/k, which rounding may make negative where all but one contribution are 0.

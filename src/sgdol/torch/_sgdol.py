@@ -120,8 +120,7 @@ class SGDOL(WatchingOptimizer):
     _pair: HeldPair
     _directions: Directions
     _blocks: Blocks | None
-    _host = True
-    """Whether numbers on the CPU may be read; False decides as on a device."""
+    _host = True  # numbers on the CPU may be read; tests set False, which decides everything as on an accelerator
 
     def __init__(
         self,
@@ -172,7 +171,7 @@ class SGDOL(WatchingOptimizer):
                 "momentum; sgdol.SGDOLFree needs neither (experimental)"
             )
         self._prepare()
-        self._blank = False
+        self._has_blanks = False
         super().__init__(params, self._catalogue.defaults)
 
     @property
@@ -280,37 +279,42 @@ class SGDOL(WatchingOptimizer):
     # One update -------------------------------------------------------------------------------------------------------
 
     def _take(self) -> tuple[Gradients, Blocks] | None:
-        """The gradients of this step and the blocks they are in, if they are enough for an update; else hold them."""
+        """The gradients of this step and their blocks; None if there are not enough: a single gradient is held."""
         pair, passes, groups = self._pair, self._passes, self.param_groups
         assert passes is not None
         pending = groups[0].get("pending", False)
+        # A parameter takes part if it has a gradient now or in the first half of the pair.
         members = [
             [p for p in group["params"] if p.grad is not None or (pending and pair.holds(p))] for group in groups
         ]
         params = members[0] if len(members) == 1 else [p for some in members for p in some]
         if not params or (pending and all(p.grad is None for p in params)):
             return None
-        k, world, counts = passes.finish(), passes.world, passes.known.counts
-        unseen = not (len(counts) == len(params) and all(counts)) and passes.unseen(params)  # sparse ones, for example
+        k, world, contributions = passes.finish(), passes.world, passes.contributions
+        counts = contributions.counts
+        # Gradients that no hook has seen are sparse, or of parameters that were unfrozen, or written by hand.
+        unseen = not (len(counts) == len(params) and all(counts)) and passes.unseen(params)
         if unseen or passes.overlapping:
             self._refuse_sparse(params)
         if unseen:
             passes.watch()
+            # torch.distributed.checkpoint makes the state by a step() with gradients of 0.
             if checkpoint.is_creating(groups, params, k, world):
                 checkpoint.create(groups, self.state, self._blanks)
-                self._blank = True
+                self._has_blanks = True
                 return None
-        if self._blank:
-            self._blank, self._blocks = False, None
+        if self._has_blanks:  # that state has held gradients which nobody holds, and the blocks have read it
+            self._has_blanks, self._blocks = False, None
             checkpoint.drop_blanks(self.state, pending)
         layout, blocks = self._layout, self._blocks
         if layout is None or not layout.serves(members):
             layout = self._layout_of(members)
         if blocks is None or not blocks.serves(layout):
             blocks = self._blocks = Blocks(groups, layout, self.state, self._catalogue.learner_of, self._world)
+        # One block on the host: the learner takes one Python float for all tensors.
         pooled = self._host and layout.like.is_cpu and world.alone and blocks.pooled()
         gradients = None
-        paper = any(group["estimator"] == "paper" for group in groups)  # one gradient of a pair per step, also of ranks
+        paper = any(group["estimator"] == "paper" for group in groups)  # its pairs are of two steps, also on many ranks
         if pending:
             gradients = pair.take(layout, pooled=pooled)
         elif paper and k > 1:
@@ -322,14 +326,14 @@ class SGDOL(WatchingOptimizer):
             pair.hold(params)
             self._warnings.held(groups)
         else:
-            gradients = passes.known.take(layout, world, pooled=pooled)
-            if passes.known.bent or world.remarks or not self._warnings.several:
-                self._warnings.taken(passes.known.bent, world.remarks)
+            gradients = contributions.take(layout, world, pooled=pooled)
+            if contributions.distorted or world.remarks or not self._warnings.several:
+                self._warnings.taken(contributions.distorted, world.remarks)
         if passes.left_over:
             self._warnings.not_zeroed()
         passes.reset(used=True)
         if unseen:
-            self._assemble()  # from the next backward on they are watched
+            self._assemble()  # from the next backward on the hooks see them
         return None if gradients is None else (gradients, blocks)
 
     def _update(self, gradients: Gradients, blocks: Blocks) -> None:
@@ -338,33 +342,32 @@ class SGDOL(WatchingOptimizer):
         first, layout = self.param_groups[0], gradients.layout
         totals = first["totals"].to(layout.like) if "totals" in first else diagnostics.zeros(layout.like)
         if gate.skip:
-            self._skip(totals)
+            first["totals"] = diagnostics.skipped(totals)
+            share(self.param_groups)
+            self._metrics.forget()  # D that was made of the present gradient
+            self._warnings.skipped(self.param_groups, int(totals[0]))
             return
         direction = self._directions.make(gradients, totals[0], gate)
         learned = blocks.learn(direction, gradients.squared, gate)
         move(layout, direction.d, direction.scales, learned.etas, gate)
-        if not self._metrics.euclidean:
+        if not self._metrics.euclidean:  # after the update: D of a step is made of the gradients before it
             self._metrics.observe(layout, gate.finite(gradients.g), gate)
         self._record(layout, learned, totals, gradients.k, gate)
 
-    def _skip(self, totals: Tensor) -> None:
-        self.param_groups[0]["totals"] = diagnostics.skipped(totals)
-        share(self.param_groups)
-        self._metrics.forget()
-        self._warnings.skipped(self.param_groups, int(totals[0]))
-
     def _record(self, layout: Layout, learned: Learned, totals: Tensor, k: int, gate: Gate) -> None:
-        """Keep what diagnostics, loggers and averages need of an update."""
         first = self.param_groups[0]
         new = learned.totals + totals * (diagnostics.KEPT if gate.host else diagnostics.KEPT.to(totals))
         first["totals"] = new if gate.host else gate.choose(new, diagnostics.skipped(totals))
         first["gradients"] = k
         for group, eta in zip(layout.groups, learned.step_sizes, strict=True):
-            host = isinstance(eta, float)
-            eta = torch.scalar_tensor(eta, dtype=torch.float64) if host else as_number(eta, layout.like)
+            if isinstance(eta, float):
+                eta = torch.scalar_tensor(eta, dtype=torch.float64)
+            else:
+                eta = as_number(eta, layout.like)
             group["step_size"] = eta if gate.host else gate.choose(eta, as_number(group["step_size"], eta))
         if len(self.param_groups) > 1:
             share(self.param_groups)
+        # u = n means that the gradients were equal: squared and signal are the sums of n and u.
         if gate.host and gate.squared > 0 and abs(gate.squared - gate.signal) <= layout.rounding * gate.squared:
             self._warnings.identical()
         if gate.host and not any(learned.step_sizes):
@@ -375,7 +378,6 @@ class SGDOL(WatchingOptimizer):
     # The parts --------------------------------------------------------------------------------------------------------
 
     def _assemble(self) -> None:
-        """The parts of which this optimizer is made, on its groups and state as they are now."""
         super()._assemble()
         self._blocks = None
         catalogue = self._catalogue
@@ -385,10 +387,10 @@ class SGDOL(WatchingOptimizer):
         )
 
     def _measured(self) -> Measured:
-        pairs = any(
-            group["estimator"] == "paper" or group["granularity"] == "coordinate" for group in self.param_groups
-        )
-        return "mean" if pairs else super()._measured()
+        for group in self.param_groups:
+            if group["estimator"] == "paper" or group["granularity"] == "coordinate":
+                return "mean"  # held gradients, and arrays of coordinates, are those of the sharded .grad
+        return super()._measured()
 
     @property
     def _metric_of(self) -> Callable[[dict[str, Any]], Metric]:
@@ -431,11 +433,11 @@ class SGDOL(WatchingOptimizer):
                 "starts anew. torch.distributed.checkpoint drops what the optimizer does not have: let it load into a "
                 "new optimizer."
             )
-        self._blank = False
+        self._has_blanks = False
         checkpoint.drop_blanks(self.state, self.pending)
         share(self.param_groups)
         assert self._passes is not None
-        self._passes.reset()  # parameters that have been moved since have new accumulators
+        self._passes.reset()  # passes before loading are not of the run that is loaded
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("_catalogue", "_warned")
@@ -447,11 +449,11 @@ class SGDOL(WatchingOptimizer):
             if "bias_correction" not in group:  # saved by version 0.1, whose lr was the rate of the averaged direction
                 rates = ("lr", "initial_lr", "step_size")
                 group.update({name: group[name] * (1 - group["momentum"]) for name in rates if name in group})
-            for name in OPTIONS:  # a state saved by an older version may lack some
+            for name in OPTIONS:  # options that the version that saved it did not have
                 group.setdefault(name, self.defaults[name])
             group.setdefault("step_size", first_step_size(group))
-        if "defaults" in state:  # unpickled or copied: new parameters, which nobody watches yet
+        if "defaults" in state:  # unpickled or copied: new parameters, which have no hooks yet
             warned = self._warned
             self._prepare()
-            self._warned, self._blank = warned, False
+            self._warned, self._has_blanks = warned, False
             self._assemble()

@@ -1,9 +1,9 @@
-"""The end of an update: whether it counts, and moving the parameters, x <- x - eta (d + weight_decay unit x).
+"""Whether an update counts, and moving the parameters: x <- x - eta (d + weight_decay unit x).
 
-:class:`Gate` is the only place that knows whether numbers may be read on the host. A number on the CPU is read without
-a wait, so an update whose gradients are not finite is simply not made. An accelerator would have to be waited for:
-there a boolean scalar goes along with the update. Gradients are replaced by 0 where it is false, weights and step sizes
-by 0, and every number that is kept is chosen by ``torch.where``.
+An update counts if its gradients are finite. A number on the CPU is read without a wait, so an update that does not
+count is not made. To read a number on an accelerator the host would have to wait: there the update is always made, with
+a boolean scalar on the device. Where it is False, gradients, weights and step sizes are replaced by 0, and
+``torch.where`` chooses the old value of every number that is kept. :class:`Gate` is the only place that knows of this.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["Gate", "move"]
 
 
 class Gate:
-    """One update's.
+    """Decides whether one update counts.
 
     Args:
-        squared: the squared norm of its gradient: a number, or a tensor on the device.
+        squared: the squared norm of its gradient, a Python float or a tensor.
         signal: its signal; finite only if all of its gradients are.
-        host: whether the host may read numbers that are on the CPU; False decides everything as on a device.
+        host: whether the host may read numbers that are on the CPU; False decides everything as on an accelerator.
     """
 
     __slots__ = ("host", "ok", "signal", "skip", "squared")
@@ -37,27 +37,25 @@ class Gate:
         self.signal: Any = signal
         if self.host and not isinstance(squared, float):
             self.squared, self.signal = squared.item(), signal.item()
-        self.skip = self.host and not math.isfinite(self.squared + self.signal)
-        """True if the host knows that the update does not count."""
+        self.skip = self.host and not math.isfinite(self.squared + self.signal)  # the update is not to be made
         self.ok: Any = self.host or torch.isfinite(squared + signal)
 
     def number(self, value: Any) -> Any:
-        """A Python number if the host may read it, else the tensor."""
+        """A Python float if the host may read the value, else the tensor unchanged."""
         return value.item() if self.host and isinstance(value, Tensor) else value
 
     def choose(self, new: Any, old: Any) -> Any:
-        """The new value if the update counts, else the old one."""
         return new if self.host else torch.where(self.ok, new, old)
 
     def weight(self, value: Any, otherwise: float = 0.0) -> Any:
-        """A factor that leaves everything as it is if the update does not count: 0, or 1 where that does."""
+        """The value if the update counts; else ``otherwise``, with which nothing moves."""
         if self.host:
             return value
         wide = value if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float64, device=self.ok.device)
         return torch.where(self.ok, wide, otherwise)
 
     def finite(self, vector: Vector) -> Vector:
-        """A vector without what is not finite: 0 times infinity would poison what it is added to."""
+        """The vector if the update counts, else 0: a weight of 0 would leave 0 times infinity, which is nan."""
         if self.host:
             return vector
         return [torch.where(self.ok.to(x.device), x, torch.zeros_like(x)) for x in vector]
@@ -66,35 +64,35 @@ class Gate:
 def move(
     layout: Layout, d: Vector, scales: list[Any], etas: list[Any], gate: Gate, units: Sequence[float] | None = None
 ) -> None:
-    """Move the parameters of a layout along a direction.
+    """Move the parameters: x <- x - eta (scale d + weight_decay unit x), or with + scale d to maximise.
 
     Args:
         layout: the parameters.
         d: the direction of entry e is ``scales[e] * d[e]``.
-        scales: see d.
+        scales: see d. They are kept apart to save a product of the size of the model.
         etas: the step size of each entry: a number, a number per tensor of a merged entry, or an array.
         gate: whether the update counts.
         units: what weight_decay of each of the optimizer's groups is multiplied by; None for 1.
     """
-    own = layout.params if layout.plain else layout.own()
+    params = layout.params if layout.plain else layout.own()
     for e, entry in enumerate(layout.entries):
         group = layout.groups[entry.group]
         decay = group["weight_decay"] * (1.0 if units is None else units[layout.places[entry.group]])
-        xs: Any = own[entry.start : entry.stop]
+        xs: Any = params[entry.start : entry.stop]
         v, scale, eta, decays = d[e], scales[e], etas[e], None
         if not isinstance(eta, float):
-            eta = gate.weight(eta)
+            eta = gate.weight(eta)  # 0 if the update does not count
             eta = gate.number(eta.reshape(())) if eta.numel() == 1 else eta
-        if isinstance(eta, Tensor) and eta.dim():
+        if isinstance(eta, Tensor) and eta.dim():  # one step size per tensor or per coordinate
             if not entry.coordinates:
                 eta = layout.spread(e, eta)
             if decay:
                 decays = layout.parts(e, eta * decay)
-            one = entry.coordinates and not entry.merged and xs[0].dim() and xs[0].dtype == v.dtype == eta.dtype
-            if one and not decay and not isinstance(scale, Tensor):
+            is_array = entry.coordinates and not entry.merged and xs[0].dim() and xs[0].dtype == v.dtype == eta.dtype
+            if is_array and not decay and not isinstance(scale, Tensor):
                 xs[0].addcmul_(v, eta, value=scale if group["maximize"] else -scale)  # in one pass over memory
                 continue
-            v, factor = v * (eta * scale).to(v.dtype), 1.0
+            v, factor = v * (eta * scale).to(v.dtype), 1.0  # the factor is rounded once
         else:
             factor = eta * scale
             if decay:
@@ -102,16 +100,16 @@ def move(
         ds = layout.parts(e, v, to_read=True)
         factor = factor if group["maximize"] else -factor
         if isinstance(factor, float) and decays is None and xs[0].dtype == v.dtype:
-            torch._foreach_add_(xs, ds, alpha=factor)
+            torch._foreach_add_(xs, ds, alpha=factor)  # the usual case: one kernel for many tensors
         else:
-            _move(xs, ds, factor, decays, entry.dtype)
+            _move_tensors(xs, ds, factor, decays, entry.dtype)
 
 
-def _move(xs: list[Tensor], ds: Sequence[Tensor], factor: Any, decays: Any, wide: torch.dtype) -> None:
-    """Move tensors: x <- (1 - decay) x + factor d, each rounded once, in the type in which vectors are kept."""
+def _move_tensors(xs: list[Tensor], ds: Sequence[Tensor], factor: Any, decays: Any, wide: torch.dtype) -> None:
+    """Move tensors: x <- (1 - decay) x + factor d, computed in the wide type."""
     if isinstance(factor, Tensor):
         ds, factor = torch._foreach_mul(list(ds), factor.to(ds[0])), 1.0
-    if xs[0].dtype != wide:  # a narrow parameter is rounded once, at the end
+    if xs[0].dtype != wide:  # bfloat16 would be rounded by every operation: it is rounded once, at the end
         for i, (x, d) in enumerate(zip(xs, ds, strict=True)):
             copy = x.to(d.dtype)
             decay = decays[i] if isinstance(decays, list) else decays
