@@ -80,7 +80,20 @@ def burst(seed: int = 0, k: int = 2, noise: float = 0.5):
     return lambda x, t, part: (wild if t % 9 == 4 else gentle)(x, t, part)
 
 
-PROBLEMS = {"quadratic": quadratic, "rosenbrock": rosenbrock, "cliff": cliff, "ledge": ledge, "burst": burst}
+def outlier(seed: int = 0, k: int = 2, noise: float = 0.5):
+    """The first batch counts a hundred times: its gradient is shortened once the second is known."""
+    usual = quadratic(seed, k, noise)
+    return lambda x, t, part: (1.0 if t else 100.0) * usual(x, t, part)
+
+
+PROBLEMS = {
+    "quadratic": quadratic,
+    "rosenbrock": rosenbrock,
+    "cliff": cliff,
+    "ledge": ledge,
+    "burst": burst,
+    "outlier": outlier,
+}
 STEPS = {"ledge": 16, "cliff": 40}
 """After it has bounced off the wall, roundings grow."""
 

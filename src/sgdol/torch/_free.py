@@ -364,7 +364,7 @@ class SGDOLFree(WatchingOptimizer):
         for old, h in zip(m, now.h, strict=True):  # in the coordinates of D
             if state.momentum_weight == 0:
                 old.zero_()  # what was there before a rollback is forgotten
-            old.mul_(beta).add_(h, alpha=(1 - beta) * clipped)
+            old.mul_(beta * state.past).add_(h, alpha=(1 - beta) * clipped)
         weight = beta * state.momentum_weight + (1 - beta)
         state = free.track(state, now.loss, self._settings)._replace(momentum_weight=weight)
         decays = any(group["weight_decay"] for group in self.param_groups)
@@ -392,6 +392,8 @@ class SGDOLFree(WatchingOptimizer):
         rms = root(products[1] / layout.size) / weight if decays else 0.0
         units = [rms * share for share in ratios(self.param_groups)]  # a group's rate is in d already
         move(layout, d, scales, etas, gate, units)
+        if state.past != 1:
+            self._metrics.shorten_past(state.past)
         self._metrics.observe(layout, now.g, gate, clipped, now.h, m)
         return state
 

@@ -267,7 +267,9 @@ class Metrics:
 
     @property
     def unit(self) -> float:
-        """What gradients are multiplied by before they are squared: 1, or a power of two that keeps squares in range.
+        """What gradients are multiplied by before they are squared: 1 as a rule.
+
+        It is a power of two that keeps squares in range, and more if past gradients are to count as shorter.
 
         D does not change with the unit of the gradients; squares leave the range of floats long before gradients do.
         """
@@ -280,6 +282,12 @@ class Metrics:
         bound = math.frexp(largest)[1] // 4
         for group in self._groups:
             group["unit"] = 1.0 if abs(exponent) <= bound else 2.0**-exponent
+
+    def shorten_past(self, factor: float) -> None:
+        """Let past gradients count as ``factor`` times as long, where D depends on nothing but their ratios."""
+        unit = self.unit / factor
+        for group in self._groups:
+            group["unit"] = unit
 
     # The past ---------------------------------------------------------------------------------------------------------
 

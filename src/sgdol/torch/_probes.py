@@ -276,6 +276,7 @@ class Probes:
             state = self._first_point(state, now, batch)
         elif free.alarm(state, now.loss, self._settings):
             state, now = self._guard(state, now, batch, vector("average"))
+        state = free.judge_first(state, now.norm if now.finite else math.nan, self._settings)
         state, looks = free.wants_look_back(state, now.norm if now.finite else math.nan, self._settings)
         return self._look_back(state, now, batch, vector("previous")) if looks else (state, now)
 
