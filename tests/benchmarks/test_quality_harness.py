@@ -213,7 +213,7 @@ def test_a_measurement_that_was_killed_continues_to_the_same_table(tmp_path):
     program = f"""
 import sys
 from pathlib import Path
-sys.path[:0] = [{str(Path(__file__).parent)!r}]
+sys.path[:0] = {list(map(str, Path(__file__).parents[:2]))!r}
 from test_quality_harness import measured
 measured(Path({str(tmp_path / "cut")!r}))
 """
