@@ -123,8 +123,8 @@ class WatchingOptimizer(Optimizer):
         self._finder = finder = Finder(params, self._measured(), self)
         self._world = lambda: finder.world
         self._metrics = Metrics(self.param_groups, self._metric_of, self.state, self._world, self._ratios)
-        if self._metrics.remark is not None:
-            self._warn(self._metrics.remark)
+        if self._metrics.warning is not None:
+            self._warn(self._metrics.warning)
         self._layout = None
         self._passes = Passes(params, self._watched, self._finder, self._metrics, self._warn, earlier)
 

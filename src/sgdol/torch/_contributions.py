@@ -101,7 +101,7 @@ class Contributions:
         self.fresh = False
         counts = dict(zip(other.layout.params, other.counts, strict=True))
         self.counts = [counts.get(p, n) for p, n in zip(self.layout.params, self.counts, strict=True)]
-        self.late, self.bent, self._turned = self._metrics.late(self.layout), other.bent, None
+        self.late, self.bent, self._turned = self._metrics.without_past(self.layout), other.bent, None
         squares: dict[Tensor, Tensor] = {}
         vectors: dict[Tensor, list[Tensor]] = {}
         for e, entry in enumerate(other.layout.entries):
@@ -135,7 +135,7 @@ class Contributions:
             if not self.fresh:
                 self.forget()
             if not self._metrics.euclidean:
-                self.late = self._metrics.late(self.layout)
+                self.late = self._metrics.without_past(self.layout)
             return False
         # The only contribution to a tensor is what is in .grad, until the second comes.
         self._adopt(s, world)
@@ -250,8 +250,8 @@ class Contributions:
         if world.alone and not metrics.euclidean:
             # Let D know what .grad is in its coordinates, where that is the sum of what contributions were there.
             for e, operator in enumerate(operators):
-                operator.hold(s[e], (self._turned or {}).get(e))
-        each = watched.each(s, s, operators, lengths, pooled=pooled)
+                operator.cache_turned(s[e], (self._turned or {}).get(e))
+        each = watched.products_by_entry(s, s, operators, lengths, pooled=pooled)
         if not all(entry.merged for entry in watched.entries):
             q = [each[e] - value if self._crosses(e, world) else value for e, value in enumerate(q)]
         if pooled:

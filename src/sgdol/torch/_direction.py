@@ -114,7 +114,7 @@ class Directions:
         if True in plan.kept:  # d_{t-1} is in the state, unless it is a momentum in Euclid's norm that has moved before
             before = [
                 layout.vector("direction", e)
-                if plan.kept[entry.group] and (plan.keeps[entry.group] or layout.holds("direction", e))
+                if plan.kept[entry.group] and (plan.keeps[entry.group] or layout.has_state("direction", e))
                 else torch.zeros_like(g[e])
                 for e, entry in enumerate(entries)
             ]

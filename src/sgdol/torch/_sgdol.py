@@ -322,8 +322,8 @@ class SGDOL(WatchingOptimizer):
             self._warnings.held(groups)
         else:
             gradients = passes.known.take(layout, world, pooled=pooled)
-            if passes.known.bent or world.remarks or not self._warnings.several:
-                self._warnings.taken(passes.known.bent, world.remarks)
+            if passes.known.bent or world.warnings or not self._warnings.several:
+                self._warnings.taken(passes.known.bent, world.warnings)
         if passes.left_over:
             self._warnings.not_zeroed()
         passes.reset(used=True)

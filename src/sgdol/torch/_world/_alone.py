@@ -101,7 +101,7 @@ class World:
     """Whether a backward may write to the memory of gradients that earlier ones have left."""
     spread: bool = False
     """Whether parameters are in pieces on several ranks."""
-    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     """What the user should be told, once, when backward passes are taken for independent gradients."""
 
     def tap(self, param: Tensor, tap: Tap, listener: Listener) -> None:

@@ -45,7 +45,7 @@ class DataParallel(World):
         hooks = [getattr(hook, "__name__", repr(hook)) for hook, _ in getattr(wrapper, "_comm_hooks", ())]
         unknown = next((hook for hook in hooks if hook not in FAITHFUL), None)
         if unknown is not None:
-            self.remarks = (
+            self.warnings = (
                 f"DistributedDataParallel averages gradients with the communication hook {unknown}. {name} "
                 "measures noise on what the ranks had before, which is right if the hook returns their mean, as "
                 "fp16_compress_hook and bf16_compress_hook do up to rounding. PowerSGD and others that leave part of "
@@ -94,7 +94,7 @@ class Unwrapped(World):
     """One of several ranks, but nothing that averages gradients over them."""
 
     def __init__(self, name: str) -> None:
-        self.remarks = (
+        self.warnings = (
             f"{name} runs on several ranks without DistributedDataParallel around its parameters, so the noise that "
             "it sees is that of its own rank's microbatches. If gradients are averaged by hand, the ranks will "
             "drift apart: use DistributedDataParallel, or one backward() per step(). If every rank trains a model "
