@@ -23,7 +23,7 @@ from sgdol.torch._gradients import Gradients
 from sgdol.torch._metric import Metrics
 from sgdol.torch._operators import IDENTITY, Operators
 from sgdol.torch._vectors import Layout, Numbers, Vector, as_number, dot, product, sample
-from sgdol.torch._world import Own, World, is_sharded, local, piece_of
+from sgdol.torch._world import LocalSums, World, is_sharded, local, piece_of
 
 __all__ = ["RESHAPED", "Contributions"]
 
@@ -319,7 +319,7 @@ class Contributions:
             return n, q, (layout.totals(n).sum(), layout.totals(q).sum())
         rows = layout.totals(n)[None] if pieces is None else torch.cat([layout.totals(n)[None], pieces])
         seen = rows.new_tensor([min(count, 1) for count in counts])
-        shared = world.share(layout.params, Own(rows, layout.totals(q), seen, list(q[1:]), max(self.counts)))
+        shared = world.share(layout.params, LocalSums(rows, layout.totals(q), seen, list(q[1:]), max(self.counts)))
         # A gradient that no pass made on any rank, or that nobody averages over the ranks, is a single contribution.
         alone = shared.seen == 0
         if world.spread:

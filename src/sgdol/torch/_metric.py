@@ -339,7 +339,6 @@ class Metrics:
         self._update_in(None)
 
     def blank(self, param: Tensor) -> dict[str, Tensor]:
-        """The metric's state of a parameter before any update: see :func:`sgdol.torch._remembered.blank`."""
         kind = self._kind_of.get(id(param))
         return {} if kind is None else blank(kind.metric, param)
 

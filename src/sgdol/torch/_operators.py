@@ -259,12 +259,10 @@ IDENTITY = Identity()
 
 
 class Operators(list[Any]):
-    """D of each entry of a layout in one step."""
+    """D of all entries of a layout in one step. Where D does not rotate, results have the argument's own entries."""
 
     def turned(self, v: Vector) -> Vector:
-        """A vector in the coordinates of D; entries may be those of v."""
         return [operator.turned(x) if operator.turns else x for operator, x in zip(self, v, strict=True)]
 
     def sharp(self, g: Vector) -> Vector:
-        """D^-1 g; entries where D = 1 are those of g."""
         return [operator.sharp(x) for operator, x in zip(self, g, strict=True)]

@@ -180,7 +180,7 @@ class Probes:
         self.count += 1
 
     def _evaluation(self, loss: float, moved: bool = False) -> Evaluation:
-        """The result of the evaluation that has just left its gradients; arguments are those of this rank."""
+        # Of the passes that have just run. The arguments are this rank's.
         layout_of = self._layout_of()
         assert layout_of is not None
         passes = self._passes.finish()

@@ -76,14 +76,12 @@ class Buffers:
         return {p.device for p in self._params if p.device.type not in ("cpu", "meta")}
 
     def saved(self) -> list[_Saved]:
-        """Copies of the buffers that may change."""
         if not self._learned:
             return self.all()
         owners = ((owner(), name) for owner, name in self._moving)
         return [saved for module, name in owners if module is not None for saved in _save(module, name)]
 
     def all(self) -> list[_Saved]:
-        """Copies of the buffers of every module that existed at the first call."""
         if self._modules is None:
             # All live modules, because a hook on modules would not see inside compiled ones, and would make torch
             # compile them again. type(m), because isinstance() runs an object's own __class__, which may do anything.
@@ -121,7 +119,6 @@ class Replay:
         self._before: list[_Saved] = []
 
     def first(self) -> Any:
-        """Make the call for the first time and return its loss."""
         self._random = _random_states(self._accelerators)
         self._casts = _autocast_states({HOST, *self._accelerators})
         self._before = [saved for buffers in self._buffers for saved in buffers.saved()]

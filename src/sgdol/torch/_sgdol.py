@@ -380,7 +380,7 @@ class SGDOL(WatchingOptimizer):
         catalogue = self._catalogue
         self._pair = HeldPair(self.param_groups, self.state, self._metrics, self._world)
         self._directions = Directions(
-            catalogue.asks, lambda group: isinstance(catalogue.metric_of(group), Euclidean), self._world
+            catalogue.uses_hindsight, lambda group: isinstance(catalogue.metric_of(group), Euclidean), self._world
         )
 
     def _measured(self) -> Measured:

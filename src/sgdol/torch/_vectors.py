@@ -101,7 +101,6 @@ def product(a: Tensor, b: Tensor) -> Any:
 
 
 def total(x: Tensor) -> Tensor:
-    """The sum over a tensor as a float64 scalar tensor on its device."""
     wide = scalar_dtype(x.device)
     if x.dtype == wide or x.device.type != "cpu" or x.numel() <= TINY:
         return x.sum(dtype=wide)
@@ -243,11 +242,11 @@ class Layout:
         return self.copy(self.parameters())
 
     def copy(self, vector: Vector) -> Vector:
-        """A result of :meth:`gather` in memory of its own."""
+        # Only entries of a single tensor can share its memory.
         return [x if len(entry.sizes) > 1 else x.clone() for entry, x in zip(self.entries, vector, strict=True)]
 
     def put(self, x: Iterable[Tensor]) -> None:
-        """Copy a vector to the parameters, entry by entry: x may be a generator, so that one entry exists at a time."""
+        # Entry by entry, so that of a generator only one is in memory at a time.
         memory = self.real_parameters()
         for e, part in enumerate(x):
             torch._foreach_copy_(memory[self.rows(e)], self.parts(e, part))
@@ -288,7 +287,6 @@ class Layout:
         ]
 
     def matches(self, sampled: Vector, vector: Vector) -> bool:
-        """Whether a vector agrees with an earlier :meth:`sample` of it."""
         entries = zip(sampled, vector, self.entries, strict=True)
         return all(torch.equal(old, x if entry.merged else sample(x)) for old, x, entry in entries)
 
@@ -392,7 +390,7 @@ class Layout:
         return dot(x, y).to(self.like.device).reshape(1)
 
     def joined(self, values: Sequence[Any]) -> Numbers:
-        """The results of :meth:`number` for all entries as :data:`Numbers`."""
+        # Results of number() for all entries -> Numbers.
         entries = list(zip(values, self.entries, strict=True))
         numbers = [value for value, entry in entries if not entry.coordinates]
         arrays = [value for value, entry in entries if entry.coordinates]
@@ -525,7 +523,6 @@ def pieces(arrays: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
 
 
 def as_number(value: Any, like: Tensor) -> Tensor:
-    """A number as a tensor with the type and device of ``like``."""
     if isinstance(value, Tensor):
         return value.to(like)
     return torch.scalar_tensor(value, dtype=like.dtype, device=like.device)  # torch's default would be float32
