@@ -155,7 +155,7 @@ def complete(state_dict: dict[str, Any], blanks: Blanks | FreeBlanks) -> dict[st
     for group, blank in zip(state_dict["param_groups"], blanks.groups(), strict=True):
         group.update({key: value for key, value in blank.items() if key not in group})
     for index, (p, blank) in zip(indices, blanks.parameters(), strict=True):
-        if p.requires_grad or index in state:
+        if p.requires_grad or index in state:  # frozen parameters have no state, and get none
             state[index] = {**blank, **state.get(index, {})}
     return state_dict
 
@@ -175,7 +175,7 @@ def is_creating(groups: list[dict[str, Any]], params: list[Tensor], k: int, worl
 def create(groups: list[dict[str, Any]], state: dict[Any, Any], blanks: Blanks | FreeBlanks) -> None:
     for p, blank in blanks.parameters():
         if p.requires_grad:
-            for key, value in blank.items():
+            for key, value in blank.items():  # what has been learned stays
                 state[p].setdefault(key, value)
     for group, blank in zip(groups, blanks.groups(), strict=True):
         group.update({key: value for key, value in blank.items() if key not in group})

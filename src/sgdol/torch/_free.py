@@ -167,7 +167,7 @@ class SGDOLFree(WatchingOptimizer):
             self._evaluator().run_first(batch)
             if not self._is_single_gradient(batch):
                 with torch.no_grad():
-                    self._learn(batch)
+                    self._make_step(batch)
         finally:
             self._passes.reset(used=True)  # the passes refer to the batch: let its memory go
             torch.clear_autocast_cache()  # it holds casts of the weights from before the step
@@ -223,7 +223,7 @@ class SGDOLFree(WatchingOptimizer):
         )
         return True
 
-    def _learn(self, batch: Batch) -> None:
+    def _make_step(self, batch: Batch) -> None:
         state, probes = self._learned(), self._evaluator()
         try:
             multipliers(self.param_groups)  # raises if a scheduler has set an lr that is negative or not finite
@@ -253,7 +253,13 @@ class SGDOLFree(WatchingOptimizer):
             self._note_point()
             raise
         self._unused.steps += 1
-        self._save_learned(state._replace(evaluations=state.evaluations + probes.count), now.k)
+        state = state._replace(evaluations=state.evaluations + probes.count)
+        rule = state._asdict()
+        self._learned_cache = rule, state
+        for group in self.param_groups:
+            group["rule"] = rule
+            group["gradients"] = now.k
+            group["step_size"] = state.step_size * float(group["lr"]) if state.step_size else group["step_size"]
         self._note_point()
 
     @contextmanager
@@ -357,11 +363,11 @@ class SGDOLFree(WatchingOptimizer):
         for x, h in zip(m, now.h, strict=True):  # in the coordinates of D, which turn: observe() rotates m with them
             if state.momentum_weight == 0:
                 x.zero_()  # after a rollback the momentum starts again
-            x.mul_(beta).add_(h, alpha=(1 - beta) * clipped)
+            x.mul_(beta).add_(h, alpha=(1 - beta) * clipped)  # m <- beta m + (1 - beta) g
         weight = beta * state.momentum_weight + (1 - beta)  # 1 - beta^t
         state = free.track(state, now.loss, self._settings)._replace(momentum_weight=weight)
         decays = any(group["weight_decay"] for group in self.param_groups)
-        d: Vector = []  # D^-1 m
+        d: Vector = []  # D^-1 m; the step is along d_t = D^-1 m / weight
 
         def pairs(e: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
             x = D[e].divided(m[e])
@@ -396,14 +402,6 @@ class SGDOLFree(WatchingOptimizer):
             self._learned_cache = saved, State(**saved)
         return self._learned_cache[1]
 
-    def _save_learned(self, state: State, k: int) -> None:
-        rule = state._asdict()
-        self._learned_cache = rule, state
-        for group in self.param_groups:
-            group["rule"] = rule
-            group["gradients"] = k
-            group["step_size"] = state.step_size * float(group["lr"]) if state.step_size else group["step_size"]
-
     @property
     def _ratios(self) -> Callable[[], list[float]]:
         groups = self.param_groups  # the lambda must not refer to the optimizer, which has it: a cycle keeps memory
@@ -422,7 +420,7 @@ class SGDOLFree(WatchingOptimizer):
             [p for p in group["params"] if p.requires_grad and (p.grad is not None or p in self.state)]
             for group in self.param_groups
         ]
-        params = [p for some in members for p in some]
+        params = [p for of_group in members for p in of_group]
         if not any(p.grad is not None for p in params):
             raise RuntimeError("there is no gradient in any parameter: a closure has to call backward() itself")
         self._refuse_sparse(params)

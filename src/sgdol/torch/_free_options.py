@@ -116,11 +116,11 @@ def refuse_other_states(state_dict: dict[str, Any]) -> None:
 
 
 def _refuse_incomplete(state: Any) -> None:
-    if not isinstance(state, dict) or not all(isinstance(held, dict) for held in state.values()):
+    if not isinstance(state, dict) or not all(isinstance(saved, dict) for saved in state.values()):
         raise ValueError("state_dict is damaged: its state is not a dict of dicts, one per parameter")
     vectors = ("momentum", "average", "previous")
-    for index, held in state.items():
-        missing = [name for name in vectors if not isinstance(held.get(name), Tensor)]
+    for index, saved in state.items():
+        missing = [name for name in vectors if not isinstance(saved.get(name), Tensor)]
         if 0 < len(missing) < len(vectors):
             raise ValueError(f"state_dict is damaged: parameter {index} has no tensor {', '.join(missing)}")
 

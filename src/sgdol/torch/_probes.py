@@ -73,10 +73,12 @@ class Batch:
 
     @property
     def loss(self) -> Any:
-        return _sum([replay.loss for replay in self.replays])
+        first, *others = [replay.loss for replay in self.replays]
+        return sum(others, first)
 
     def again(self) -> Any:
-        return _sum([replay.again() for replay in self.replays])
+        first, *others = [replay.again() for replay in self.replays]
+        return sum(others, first)
 
     def undo(self) -> None:
         # Buffers go back to what they were before the first evaluation.
@@ -362,10 +364,6 @@ class Probes:
         if alone:
             return [sum(column) for column in columns]
         return world.total(layout.params, torch.stack([torch.cat(column) for column in columns])).sum(1).tolist()
-
-
-def _sum(losses: list[Any]) -> Any:
-    return losses[0] if len(losses) == 1 else sum(losses[1:], losses[0])
 
 
 def root(square: float) -> float:

@@ -72,6 +72,7 @@ class Squares:
             overall: the mean square over all tensors of the metric.
         """
         a, b, c = self._metric.coefficients(self._weight, overall)
+        # One w and one tensor; one w and several tensors; a w for each tensor. Each with as few kernels as it needs.
         if isinstance(a, float) and not self._entry.merged:
             return Diagonal(torch.mul(self._v, a).add_(b * means[0] + c).rsqrt_())
         if isinstance(a, float):
@@ -139,7 +140,7 @@ class Matrices(Squares):
             batch = _Batch(start, list(batch_states))
             self._batches.append(batch)
             start = batch.block.stop
-        for batch in self._batches:
+        for batch in self._batches:  # the squares of matrices are not in the state: they follow from rows and columns
             batch.write_squares(v)
         return v
 
@@ -197,7 +198,7 @@ class _Batch:
         for factor, a in ((parts.left, g), (parts.right, g.mT)):
             if isinstance(factor, Tensor):
                 factor.mul_(decay)
-                (factor.addmm_ if factor.dim() == 2 else factor.baddbmm_)(a, a.mT)
+                (factor.addmm_ if factor.dim() == 2 else factor.baddbmm_)(a, a.mT)  # g g^T and g^T g
         if is_due(self._count):
             self._renew_bases(None if momentum is None else block.of(momentum))
 
@@ -256,6 +257,7 @@ class Whole:
         for before, after in zip(self._state, self._metric.observe(self._state, g), strict=True):
             if isinstance(before, Tensor):
                 after = torch.as_tensor(after, dtype=before.dtype, device=before.device)
+                # In place: the saved state refers to this tensor.
                 before.copy_(gate.choose(after, before))
 
 

@@ -65,15 +65,11 @@ class Buffers:
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = params
+        self.params = params
         self._modules: list[weakref.ref[torch.nn.Module]] | None = None
         self._moving: list[tuple[weakref.ref[torch.nn.Module], str]] = []
         self._learned = False  # whether self._moving is known
         INTERESTED[id(self)] = self
-
-    @property
-    def devices(self) -> set[torch.device]:
-        return {p.device for p in self._params if p.device.type not in ("cpu", "meta")}
 
     def saved(self) -> list[_Saved]:
         if not self._learned:
@@ -113,7 +109,8 @@ class Replay:
         self.passes, self.whole = passes, whole
         self.loss: Any = None  # of the first call; None if it raised an error
         self._scale: Any = 1.0
-        self._accelerators = sorted({device for one in buffers for device in one.devices}, key=str)
+        devices = {p.device for one in buffers for p in one.params}
+        self._accelerators = sorted((d for d in devices if d.type not in ("cpu", "meta")), key=str)
         self._random: dict[torch.device, Tensor] = {}
         self._casts: list[dict[str, Any]] = []
         self._before: list[_Saved] = []

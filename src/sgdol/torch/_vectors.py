@@ -156,14 +156,14 @@ class Layout:
     ) -> None:
         self._state = state
         self._members = members
-        self.groups = [group for group, some in zip(groups, members, strict=True) if some]
-        self.places = [place for place, some in enumerate(members) if some]  # of self.groups in the optimizer's
+        self.groups = [group for group, params in zip(groups, members, strict=True) if params]
+        self.places = [place for place, params in enumerate(members) if params]  # of self.groups in the optimizer's
         self.params: list[Tensor] = []
         self.group_of: list[int] = []  # for each parameter the index of its group in self.groups
         self.entries: list[Entry] = []
         self._shapes: list[torch.Size] = []  # of this rank's real piece of each parameter
-        for place, (group, some) in enumerate(zip(self.groups, filter(len, members), strict=True)):
-            for params, merged in _group_entries(some, partial(merges, group)):
+        for place, (group, of_group) in enumerate(zip(self.groups, filter(len, members), strict=True)):
+            for params, merged in _group_entries(of_group, partial(merges, group)):
                 start, shapes = len(self.params), [real_view(local(p.detach())).shape for p in params]
                 sizes = [shape.numel() for shape in shapes]
                 self.params += params
@@ -485,6 +485,7 @@ class Layout:
     def by_group(self, values: Sequence[Any]) -> Numbers:
         """Values of the groups as :data:`Numbers`; values that are all the same stay one number."""
         first = values[0]
+        # Comparing Python numbers is free; tensors are not compared, because that would wait for a device.
         if len(values) > 1 and any(
             value is not first and (isinstance(value, Tensor) or value != first) for value in values[1:]
         ):
@@ -543,5 +544,5 @@ def _group_entries(
         small = 0 < p.numel() <= SMALL and p.dtype in MERGED and not is_sharded(p)
         place = merges(p) if small else None
         entries.setdefault(id(p) if place is None else (p.device, wide_dtype(p.dtype)), []).append((place or (), p))
-    ordered = ((kind, sorted(some, key=lambda pair: pair[0])) for kind, some in entries.items())
-    return [([p for _, p in some], not isinstance(kind, int)) for kind, some in ordered]
+    ordered = ((kind, sorted(pairs, key=lambda pair: pair[0])) for kind, pairs in entries.items())
+    return [([p for _, p in pairs], not isinstance(kind, int)) for kind, pairs in ordered]

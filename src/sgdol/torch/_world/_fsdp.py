@@ -143,7 +143,7 @@ class Sharded(World):
         group, size = self._reduction()
         if size == 1:
             return flat
-        moved = flat.to(_reduction_device(self._params, flat.device), copy=True)
+        moved = flat.to(_reduction_device(self._params, flat.device), copy=True)  # all_reduce writes to it
         dist.all_reduce(moved, group=group)
         return moved.to(flat.device)
 
