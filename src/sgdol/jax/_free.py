@@ -222,8 +222,8 @@ def sgdol_free(
         if params is None or value is None or value_and_grads is None:
             raise ValueError(
                 "sgdol_free evaluates the batch at an earlier point as well: call update(grads, state, params, "
-                "value=loss, value_and_grads=f), f a function of the parameters that returns the loss and the "
-                "gradients. flax's TrainState does not pass these on"
+                "value=loss, value_and_grads=f), f a function of the parameters that returns the loss and the gradients"
+                " (flax's TrainState does not pass these on)"
             )
         blocks = Blocks("global", params)
         leaves: list[Any] = jax.tree.leaves(params)
