@@ -49,7 +49,7 @@ class Settings(NamedTuple):
     """There is a look-back in each of the first so many steps."""
     jump: float = 3.0
     """A gradient this many times as long as the recent ones causes a look-back. In the first ``young`` steps it is
-    shortened to that."""
+    shortened to that. A first gradient this many times as long as the second is shortened to the second."""
     largest_decay: float = 0.95
     """The maximum of recent gradient norms is multiplied by this in every step."""
     rejection: float = 4.0
@@ -63,6 +63,8 @@ class Settings(NamedTuple):
     """A curvature measured in step t has the weight t to this power."""
     first_look_backs: int = 20
     """M of the first point counts in the mean until the look-back of this number."""
+    fall: float = 0.5
+    """A look-back multiplies M by at least this."""
     stiffness: float = 1e-3
     """M is at least this share of ||y||/||s||."""
 
@@ -143,6 +145,8 @@ class State(NamedTuple):
     """The root of a running mean of the clipped ||g||^2, each in the norm of its own step."""
     usual_weight: Number = 0.0
     """The sum of the weights of ``usual_gradient``."""
+    past: Number = 1.0
+    """What the gradients of earlier steps are multiplied by in this step: see :func:`judge_first`."""
     mean_loss: Number = 0.0
     """The running mean of the batch losses."""
     loss_deviation: Number = 0.0

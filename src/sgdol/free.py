@@ -34,6 +34,7 @@ __all__ = [
     "choose_step",
     "clipping",
     "confirms",
+    "judge_first",
     "look_back",
     "observe",
     "roll_back",
@@ -122,6 +123,35 @@ def _falling(state: State, settings: Settings) -> Number:
     return clip(ratio(state.later_half_loss - state.late_loss, progress, 0.0) / apart, 0.0, 1.0)
 
 
+# The first gradient ---------------------------------------------------------------------------------------------------
+
+
+def judge_first(state: State, norm: Number, settings: Settings = DEFAULTS) -> State:
+    """In the second step: shorten a first gradient that was ``settings.jump`` times as long as the second.
+
+    A first batch that is an outlier would otherwise rule the metric, alpha, M and the clip for hundreds of steps.
+    Front ends multiply what they have learned from gradients by :attr:`State.past`, which is 1 in all other steps.
+
+    Args:
+        state: what has been learned.
+        norm: ||g||, not finite if the batch's loss or gradient is not.
+        settings: the constants.
+
+    >>> judge_first(State(updates=1, first_norm=8.0, smoothness=2.0), norm=1.0).past
+    0.125
+    """
+    outlier = (state.updates == 1) & (norm > 0) & (settings.jump * norm < state.first_norm)
+    past = where(outlier, ratio(norm, state.first_norm, 1.0), 1.0)
+    return state._replace(
+        past=past,
+        first_norm=past * state.first_norm,
+        smoothness=past * state.smoothness,
+        first_smoothness=past * state.first_smoothness,
+        largest_gradient=past * state.largest_gradient,
+        usual_gradient=past * state.usual_gradient,
+    )
+
+
 # The look-back --------------------------------------------------------------------------------------------------------
 
 
@@ -171,12 +201,13 @@ def look_back(
     everything = total + where(first > 0, 1.0, 0.0)
     mean = sqrt(total / everything) * maximum(curvature, settings.stiffness * stiffness)
     mean = hypot(mean, first / sqrt(everything))
+    mean = where(mean > 0, maximum(mean, settings.fall * state.smoothness), state.smoothness)
     lesson = minimum(r, settings.lesson * state.smoothness)
     shorter = minimum(state.longest, settings.retreat * ratio(s_norm, state.multiplier, 0.0))
     learned = moved & negate(rejected)
     new_state = state._replace(
         since=0,
-        smoothness=where(rejected, lesson, where(learned & (mean > 0), mean, state.smoothness)),
+        smoothness=where(rejected, lesson, where(learned, mean, state.smoothness)),
         first_smoothness=where(rejected, 0.0, where(learned, first, state.first_smoothness)),
         look_backs=where(learned, look_backs, state.look_backs),
         curvature=where(rejected, lesson, where(learned, curvature, state.curvature)),

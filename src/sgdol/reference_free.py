@@ -171,10 +171,18 @@ def sgdol_free(
                 smax /= 2
                 rollbacks += 1
 
-        # 2. The look-back.
+        # The second gradient tells whether the first was an outlier.
         g = _mean(parts)
+        norm = _norm(g, _solve(D, g)) if finite else inf
+        if t == 1 and 0 < 3 * norm < sqrt(alpha):
+            f = norm / sqrt(alpha)
+            m, G, M, M1 = f * m, f * G, f * M, f * M1
+            past, v, seen, alpha = [f * p for p in past], f**2 * v, f**2 * seen, f**2 * alpha
+            S, N, V = f**2 * S, f**2 * N, f**4 * V
+
+        # 2. The look-back.
         since += 1
-        unusual = not finite or _norm(g, _solve(D, g)) > 3 * G
+        unusual = norm > 3 * G
         if eta > 0 and (since >= min(24, max(1, t / 6)) or t <= 5 or capped or unusual):
             fp, there = oracle(batch, before)
             evaluations += 1
@@ -199,7 +207,8 @@ def sgdol_free(
                         Q, Y, W = Q + share * r**2, Y + share * _norm(y, _solve(D, y)) ** 2 / ss, W + count
                         looks += 1
                         M1 = M1 if looks < 20 else 0.0
-                        M = sqrt((max(Q, 1e-6 * Y) + M1**2) / (W + (M1 > 0))) or M
+                        found = sqrt((max(Q, 1e-6 * Y) + M1**2) / (W + (M1 > 0)))
+                        M = max(found, M / 2) if found > 0 else M
 
         # 3. The step.
         if finite and alpha > 0:

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import math
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -28,6 +26,7 @@ from benchmarks.quality import (
 )
 from benchmarks.quality.__main__ import main
 from benchmarks.quality.harness import Cache, Line, Settings, measure, measure_all, tune
+from processes import LIMIT
 
 ROOT = Path(__file__).parents[2]
 QUICK = Settings(seeds=(1, 2), grid=(-3, -2), extensions=1, shorten=40.0)
@@ -214,14 +213,14 @@ def test_a_measurement_that_was_killed_continues_to_the_same_table(tmp_path):
     program = f"""
 import sys
 from pathlib import Path
-sys.path[:0] = [{str(Path(__file__).parent)!r}]
+sys.path[:0] = {list(map(str, Path(__file__).parents[:2]))!r}
 from test_quality_harness import measured
 measured(Path({str(tmp_path / "cut")!r}))
 """
-    job = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-    while not list((tmp_path / "cut").rglob("*.json")) and job.poll() is None:
+    job, end = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT), time.monotonic() + LIMIT
+    while not list((tmp_path / "cut").rglob("*.json")) and job.poll() is None and time.monotonic() < end:
         time.sleep(0.02)
-    os.kill(job.pid, signal.SIGKILL)
+    job.kill()
     job.wait()
     kept = {p.name for p in (tmp_path / "cut").rglob("*.json")}
     assert kept < {p.name for p in (tmp_path / "whole").rglob("*.json")}

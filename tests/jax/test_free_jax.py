@@ -36,6 +36,11 @@ def burst(x, t, shift):
     return quadratic(x, t, jnp.where((t == 4) | (t == 22) | (t == 31), 300.0, 1.0) * shift)
 
 
+def outlier(x, t, shift):
+    """The first batch counts a hundred times: its gradient is shortened once the second is known."""
+    return quadratic(x, t, shift) * jnp.where(t == 0, 100.0, 1.0)
+
+
 def ledge(x, t, shift):
     """A slope that ends at a wall: steps into it are rejected."""
     wall = 300 * jnp.sum(jnp.maximum(x - 3, 0) ** 2)
@@ -52,6 +57,7 @@ def hole(x, t, shift):
 PROBLEMS = {
     "quadratic": (quadratic, STEPS),
     "burst": (burst, STEPS),
+    "outlier": (outlier, STEPS),
     "cliff": (cliff, 34),  # behind the wall, roundings grow
     "gentle cliff": (functools.partial(cliff, steepness=10.0), 34),
     "ledge": (ledge, 12),

@@ -68,18 +68,20 @@ def test_sgdol_equals_the_reference(k, options, words):
     assert update._cache_size() == 1
 
 
-def test_sgdol_free_equals_the_reference():
+@pytest.mark.parametrize("first", [1.0, 100.0], ids=["", "the first batch is an outlier"])
+def test_sgdol_free_equals_the_reference(first):
     rng = np.random.default_rng(1)
+    scales = np.array([first, *np.ones(29)])
     mixing = rng.normal(size=(D, D)) / D**0.5 * np.logspace(0, 1, D)
     shifts, start = 0.3 * rng.normal(size=(30, 2, D)), rng.normal(size=D)
 
-    def loss(x, shift):
-        return jnp.sum((x @ mixing) ** 2) / 2 + shift @ x
+    def loss(x, shift, scale):
+        return scale * (jnp.sum((x @ mixing) ** 2) / 2 + shift @ x)
 
     one = jax.jit(jax.value_and_grad(loss))
 
     def oracle(t, x):
-        values, grads = zip(*(one(x, shift) for shift in shifts[t]), strict=True)
+        values, grads = zip(*(one(x, shift, scales[t]) for shift in shifts[t]), strict=True)
         return float(np.mean(values)), np.array(grads)
 
     def metric(past, present, tensors):
@@ -89,9 +91,10 @@ def test_sgdol_free_equals_the_reference():
     optimizer = sgdol_free(metric="kronecker")
 
     @jax.jit
-    def step(params, state, shift):
+    def step(params, state, shift, scale):
         def evaluate(params):
-            values, grads = jax.vmap(jax.value_and_grad(lambda p, s: loss(flat(p), s)), (None, 0))(params, shift)
+            one = jax.value_and_grad(lambda p, s: loss(flat(p), s, scale))
+            values, grads = jax.vmap(one, (None, 0))(params, shift)
             return jnp.mean(values), grads
 
         value, grads = evaluate(params)
@@ -101,7 +104,7 @@ def test_sgdol_free_equals_the_reference():
     params = tree(start)
     state = optimizer.init(params)
     for t, shift in enumerate(shifts):
-        params, state = step(params, state, shift)
+        params, state = step(params, state, shift, scales[t])
         np.testing.assert_allclose(flat(params), truth.iterates[t + 1], rtol=1e-9, atol=1e-9)
     np.testing.assert_allclose(flat(averaged_params(state, params)), truth.averages[-1], rtol=1e-9, atol=1e-9)
     assert state.rule.evaluations == truth.evaluations - 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import FORMS, load, save
 from ranks import on_ranks
+from sharded import batches, full, model, objective
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,20 +26,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 STEPS, SAVED, PARTS = 6, 3, 4
 """An odd number of steps before saving: in the middle of a pair, for runs that take pairs."""
-
-
-def model(seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
-
-
-def batches(step: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 + step)
-    return list(torch.randn(PARTS, 4, 5, generator=generator, dtype=torch.float64).unbind())
-
-
-def objective(net, x):
-    return (net(x) - x.sum(1, keepdim=True)).square().mean()
 
 
 PAIRED = "paired"
@@ -69,7 +56,7 @@ def build(engine: str, name: str, seed: int = 0) -> tuple[torch.nn.Module, SGDOL
 def steps(net, opt, name: str, numbers, rank: int = 0, world: int = 1) -> None:
     """Every rank has the same number of the microbatches; where it is to have one gradient, they are one batch."""
     for step in numbers:
-        mine = batches(step)[rank::world]
+        mine = batches(step, PARTS)[rank::world]
         if OPTIONS[name].get(PAIRED):
             mine = [torch.cat(mine)]
         for i, x in enumerate(mine):
@@ -81,16 +68,12 @@ def steps(net, opt, name: str, numbers, rank: int = 0, world: int = 1) -> None:
         opt.zero_grad()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def outcome(net, opt) -> dict:
     report = opt.diagnostics()
     step_size = report.pop("step_size")
     return {
-        "params": [whole(p.detach()).clone() for p in net.parameters()],
-        "averages": [whole(opt.state[p]["average"]) for p in net.parameters() if "average" in opt.state.get(p, {})],
+        "params": [full(p.detach()).clone() for p in net.parameters()],
+        "averages": [full(opt.state[p]["average"]) for p in net.parameters() if "average" in opt.state.get(p, {})],
         "step_size": step_size,
         "report": report,
     }

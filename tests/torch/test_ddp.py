@@ -9,6 +9,7 @@ import pytest
 import torch
 from closures import one_step
 from ranks import on_ranks, reductions, tensors
+from sharded import batches, objective
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +17,6 @@ from sgdol import SGDOL
 from sgdol.learners import FTRL
 
 STEPS = 6
-BATCH = 4
 SENSITIVE = {"smoothness": 10.0, "learner": FTRL()}
 """Every step size is another one if any of the ranks' contributions is wrong."""
 
@@ -37,15 +37,6 @@ def model(seed: int = 0, branches: bool = False) -> torch.nn.Module:
     if branches:
         return Branches().double()
     return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)).double()
-
-
-def batches(step: int, count: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 + step)
-    return list(torch.randn(count, BATCH, 5, generator=generator, dtype=torch.float64).unbind())
-
-
-def objective(net, x):
-    return (net(x) - x.sum(1, keepdim=True)).square().mean()
 
 
 def single_process(

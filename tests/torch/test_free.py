@@ -80,7 +80,20 @@ def burst(seed: int = 0, k: int = 2, noise: float = 0.5):
     return lambda x, t, part: (wild if t % 9 == 4 else gentle)(x, t, part)
 
 
-PROBLEMS = {"quadratic": quadratic, "rosenbrock": rosenbrock, "cliff": cliff, "ledge": ledge, "burst": burst}
+def outlier(seed: int = 0, k: int = 2, noise: float = 0.5):
+    """The first batch counts a hundred times: its gradient is shortened once the second is known."""
+    usual = quadratic(seed, k, noise)
+    return lambda x, t, part: (1.0 if t else 100.0) * usual(x, t, part)
+
+
+PROBLEMS = {
+    "quadratic": quadratic,
+    "rosenbrock": rosenbrock,
+    "cliff": cliff,
+    "ledge": ledge,
+    "burst": burst,
+    "outlier": outlier,
+}
 STEPS = {"ledge": 16, "cliff": 40}
 """After it has bounced off the wall, roundings grow."""
 
@@ -960,19 +973,13 @@ def test_a_parameter_that_joins_later_is_looked_back_at_where_it_was():
         noise = torch.randn(2, 2, 3, generator=generator, dtype=torch.float64)
         jump = {30: 1e2, 31: 1e4}.get(t, 1.0)  # the guard asks the average, a look-back the last point
 
-        def closure(t=t, noise=noise, jump=jump):
-            opt.zero_grad()
+        def losses(t=t, noise=noise, jump=jump):
             seen.append((t, *late.tolist()))
-            losses = [((old - 4).square().sum() / 2 + n[0] @ old) * jump / 2 for n in noise]
-            if t >= 30:
-                losses = [
-                    a + ((late - 4).square().sum() / 2 + n[1] @ late) / 2 for a, n in zip(losses, noise, strict=True)
-                ]
-            for loss in losses:
-                loss.backward()
-            return sum(losses)
+            for n in noise:
+                loss = ((old - 4).square().sum() / 2 + n[0] @ old) * jump / 2
+                yield loss if t < 30 else loss + ((late - 4).square().sum() / 2 + n[1] @ late) / 2
 
-        opt.step(closure)
+        opt.step(closure_of(opt, losses))
     assert [x for t, *x in seen if t == 30] == [[5.0] * 3] * 3  # now, at the average and before the last step
     assert [5.0] * 3 in [x for t, *x in seen if t == 31]
 
@@ -984,16 +991,12 @@ def test_a_parameter_that_joins_later_counts_as_one_whose_gradients_were_zero(me
     first, late = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
     opt = SGDOLFree([*first.parameters(), *late.parameters()], metric=metric)
     for t in range(30):
-        x = batch(t)[:, :4]
+        x, net = batch(t)[:, :4], nn.Sequential(first, late) if t >= 25 else first
 
-        def closure(x=x, deep=t >= 25):
-            opt.zero_grad()
-            losses = [(late(first(part)) if deep else first(part)).square().mean() / 2 for part in x.chunk(2)]
-            for value in losses:
-                value.backward()
-            return sum(losses)
+        def losses(x=x, net=net):
+            return (net(part).square().mean() / 2 for part in x.chunk(2))
 
-        opt.step(closure)
+        opt.step(closure_of(opt, losses))
     weights = [opt.state[p]["metric.weight"].item() for p in (*first.parameters(), *late.parameters())]
     assert weights == [weights[0]] * 4
     assert weights[0] > 20
@@ -1024,13 +1027,9 @@ def test_layers_that_take_part_in_some_batches_only_do_not_throw_the_start_away(
         for _ in range(50):
             chosen = torch.randint(0, len(inputs), (64,), generator=batches)
 
-            def closure(chosen=chosen):
-                opt.zero_grad()
-                halves = [nn.functional.cross_entropy(net(inputs[i]), labels[i]) / 2 for i in chosen.chunk(2)]
-                for loss in halves:
-                    loss.backward()
-                return sum(halves)
+            def halves(chosen=chosen):
+                return (nn.functional.cross_entropy(net(inputs[i]), labels[i]) / 2 for i in chosen.chunk(2))
 
-            losses.append(opt.step(closure).item())
+            losses.append(opt.step(closure_of(opt, halves)).item())
     assert max(losses) < 1.25 * losses[0]
     assert opt.diagnostics()["loss"] < 0.9 * losses[0]

@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from closures import closure_of
 from pairs import pairwise
 from test_free import PROBLEMS, SIZES, START, STEPS, flat, oracle_of, parameters
 from torch import nn
@@ -201,17 +202,13 @@ def test_autocast_around_the_whole_loop_does_not_use_casts_of_earlier_weights():
         opt = SGDOLFree(model.parameters())
         x = torch.randn(32, 4)
 
-        def closure():
-            opt.zero_grad()
+        def losses():
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                losses = [(model(part) - part.sum(1, keepdim=True)).square().mean() / 2 for part in x.chunk(2)]
-            for loss in losses:
-                loss.backward()
-            return sum(loss.detach() for loss in losses)
+                return [(model(part) - part.sum(1, keepdim=True)).square().mean() / 2 for part in x.chunk(2)]
 
         with torch.autocast("cpu", dtype=torch.bfloat16) if around else contextlib.nullcontext():
             for _ in range(20):
-                opt.step(closure)
+                opt.step(closure_of(opt, losses))
         return model.weight.detach()
 
     assert torch.equal(run(True), run(False))

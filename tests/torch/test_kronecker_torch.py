@@ -70,12 +70,13 @@ def closure_at(opt, params, t, scale=1.0):
     return closure_of(opt, losses)
 
 
+@pytest.mark.parametrize("first", [1.0, 100.0], ids=["", "the first batch is an outlier"])
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"momentum": 0.0}], ids=str)
-def test_sgdol_free_equals_the_reference(options):
+def test_sgdol_free_equals_the_reference(options, first):
     def oracle(t, x):
-        y = x @ MIXING
-        values = [np.sum(y**2) / 2 + shift @ x for shift in SHIFTS[t]]
-        return float(np.mean(values)), np.array([MIXING @ y + shift for shift in SHIFTS[t]])
+        y, scale = x @ MIXING, 1.0 if t else first
+        values = [scale * (np.sum(y**2) / 2 + shift @ x) for shift in SHIFTS[t]]
+        return float(np.mean(values)), np.array([scale * (MIXING @ y + shift) for shift in SHIFTS[t]])
 
     def metric(past, present, tensors):
         return kronecker(past, present, SHAPES)
@@ -84,7 +85,7 @@ def test_sgdol_free_equals_the_reference(options):
     params = parameters(START)
     opt = SGDOLFree(params, metric="kronecker", **options)
     for t in range(len(SHIFTS)):
-        opt.step(closure_at(opt, params, t))
+        opt.step(closure_at(opt, params, t, 1.0 if t else first))
         np.testing.assert_allclose(flat(params), truth.iterates[t + 1], rtol=1e-9, atol=1e-9)
     assert opt.diagnostics()["evaluations"] == truth.evaluations
     averages = np.concatenate([opt.state[p]["average"].reshape(-1).numpy() for p in params])

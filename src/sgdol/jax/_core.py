@@ -215,11 +215,13 @@ class Core:
             direction=jax.tree.unflatten(blocks.tree, direction) if self._keeps_direction else (),
         )
         new = jax.tree.map(lambda a, b: jnp.where(go, a, b).astype(b.dtype), new, old)
-        # Without the barrier, XLA computes the update from the old trace and not from the new one. A trace that is
-        # donated is then copied first: it cannot be overwritten as long as anybody reads it.
-        direction = [] if self._follows_trace else [jnp.where(go, d, 0.0) for d in direction]
-        new, direction = jax.lax.optimization_barrier((new, direction))
-        direction = direction or jax.tree.leaves(new.trace)
+        if self._follows_trace:
+            # Without the barrier, XLA computes the update from the old trace and not from the new one. A trace that is
+            # donated is then copied first: it cannot be overwritten as long as anybody reads it.
+            new = new._replace(trace=jax.lax.optimization_barrier(new.trace))
+            direction = jax.tree.leaves(new.trace)
+        else:
+            direction = [jnp.where(go, d, 0.0) for d in direction]
         factors = [jnp.where(go, s / share.astype(s.dtype), 0.0) for s in multipliers]
         moves = self._moves(factors, direction, unit / seen.scale, params, found, state, blocks)
 

@@ -22,7 +22,7 @@ from sgdol.jax._averaging import PolynomialAverageState
 from sgdol.jax._blocks import Blocks, add, dot, is_complex, numbers, total
 from sgdol.jax._checks import check_number
 from sgdol.jax._metric import Memory, Norm, choose_unit
-from sgdol.metrics import Metric
+from sgdol.metrics import Metric, is_scale_free
 
 __all__ = ["SGDOLFreeState", "sgdol_free"]
 
@@ -258,20 +258,28 @@ def sgdol_free(
         moved = state.moved + ((state.rule.evaluations > 0) & (_checksum(leaves) != state.counts[..., 2]))
         now = point(leaves, value, parts)
         average, previous = (tree.flatten_up_to(t) for t in (state.average.average, state.previous))
+        rule = free.judge_first(rule, jnp.where(now.finite, now.norm, jnp.nan))
         rule, now = _elsewhere(rule, now, average, previous, norm, unit, evaluate, blocks)
 
         # The step.
         go = now.finite & (rule.first_norm > 0)
         fresh = rule.momentum_weight == 0
         clipped = free.clipping(rule, now.norm, _usual(metric, remembered, norm, unit))
-        g = [clipped.astype(v.dtype) * v for v in now.g]
-        pairs = zip(blocks.join(tree.flatten_up_to(state.trace)), g, strict=True)
-        trace = [jnp.where(go, jnp.where(fresh, (1 - momentum) * g, m + (1 - momentum) * (g - m)), m) for m, g in pairs]
+        # In a smaller unit, what is remembered in units is shorter. Some metrics may only see gradients as they are.
+        smaller = rule.past if is_scale_free(metric) else jnp.ones_like(rule.past)
+        g = [(clipped / smaller).astype(v.dtype) * v for v in now.g]
+        old = blocks.join(tree.flatten_up_to(state.trace))
+        kept = momentum * rule.past / smaller
+        trace = [
+            jnp.where(go, jnp.where(fresh, 0.0, kept.astype(v.dtype) * m) + (1 - momentum) * v, m)
+            for m, v in zip(old, g, strict=True)
+        ]
         # The old trace is read no more from here on, so that it can be overwritten if it is donated.
         trace = jax.lax.optimization_barrier(trace)
         weight = momentum * rule.momentum_weight + (1 - momentum)
         direction = norm.sharp(trace)
-        length = norm.gradient(trace) / weight
+        length = smaller * norm.gradient(trace) / weight
+        unit = smaller * unit
         rate = learning_rate(rule.updates + rule.skipped) if callable(learning_rate) else learning_rate
         tracked = free.track(rule, now.loss)._replace(momentum_weight=weight)
         new = free.choose_step(tracked, length, multiplier=jnp.asarray(rate, kind))

@@ -87,23 +87,22 @@ def backward(
 
 
 def repeatable(call: Callable[[], Tensor], passes: int, *, whole: bool = True) -> Tensor:
-    """Make a call that runs so many backward passes, so that SGDOLFree can make it again.
+    """Make a call that runs this many backward passes, and record it so that SGDOLFree can repeat it.
 
     Each loss has to go through :func:`watched` before its backward. See :class:`sgdol.torch._rerun.Replay`.
     """
-    if (
-        not INTERESTED or RUNNING.get(get_ident()) is not None
-    ):  # or this is inside of step(closure), which is made again
+    # Without an SGDOLFree nothing is recorded; inside step(closure) the closure is what is repeated.
+    if not INTERESTED or RUNNING.get(get_ident()) is not None:
         return call()
     loss: Tensor = Replay(call, interested(), passes, whole=whole).first()
     return loss
 
 
 def watched(loss: Tensor) -> Tensor:
-    """The loss, whose backward will be known as one of the call that is being made."""
+    """Mark a loss, so that its backward is counted as one of the running call. Returns the loss."""
     replay = RUNNING.get(get_ident())
     if replay is not None and loss.requires_grad:
-        loss.register_hook(replay.begun)
+        loss.register_hook(replay.on_backward)
     return loss
 
 
@@ -114,6 +113,7 @@ def _run_passes(
     try:
         with torch.enable_grad():
             for share, part in pieces:
+                # A hook, which run() reaches through whatever it multiplies the loss by.
                 loss = watched(_checked(loss_fn(*part), loss_fn) * share)
                 run(loss)
                 total = loss.detach() if total is None else total + loss.detach()
@@ -142,7 +142,6 @@ def _checked(loss: Any, loss_fn: Callable[..., Tensor]) -> Tensor:
 
 
 def _refuse_what_cannot_run_again(loss_fn: Any, batch: tuple[Any, ...]) -> None:
-    """The model has to be called inside."""
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of the batch, got {_shown(loss_fn)}: {USAGE}")
     if isinstance(loss_fn, _Loss):
@@ -156,7 +155,7 @@ def _refuse_what_cannot_run_again(loss_fn: Any, batch: tuple[Any, ...]) -> None:
 
 
 def split(batch: Sequence[Any], parts: int) -> Iterator[tuple[float, tuple[Any, ...]]]:
-    """The parts of a batch along its first axis, each with its share of the samples.
+    """Yield the parts of a batch along its first axis, each as (share of the samples, part).
 
     >>> [(share, x.tolist()) for share, (x,) in split((torch.arange(4),), 2)]
     [(0.5, [0, 1]), (0.5, [2, 3])]
@@ -183,18 +182,18 @@ def split(batch: Sequence[Any], parts: int) -> Iterator[tuple[float, tuple[Any, 
     count = min(parts, samples)
     begin = 0
     for i in range(count):
-        end = begin + (samples - begin) // (count - i)
+        end = begin + (samples - begin) // (count - i)  # sizes differ by at most 1, and the last are the largest
         yield (end - begin) / samples, tuple(_cut(value, begin, end, samples) for value in batch)
         begin = end
 
 
 def _has_samples(value: Any) -> bool:
-    """Whether it is a tensor, or an array of numpy's, with a first axis."""
+    # Tensors, and arrays of numpy and its like.
     return getattr(value, "ndim", 0) > 0 and hasattr(value, "shape")
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Everything inside that has nothing inside, with the way to it."""
+    # (path as an error shows it, value) of everything in nested containers.
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(item, f"{path}[{key!r}]")
@@ -217,7 +216,7 @@ def _cut(value: Any, begin: int, end: int, samples: int) -> Any:
     if isinstance(value, tuple | list):
         if len(value) == samples and not any(_has_samples(item) for _, item in _leaves(value, "")):
             return value[begin:end]  # a list of samples that are no tensors: texts, or indices
-        items_ = [_cut(item, begin, end, samples) for item in value]
+        items_ = [_cut(item, begin, end, samples) for item in value]  # a named tuple takes them one by one
         return type(value)(*items_) if hasattr(value, "_fields") else type(value)(items_)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]

@@ -1,16 +1,16 @@
-"""Saving and loading: all of torch.distributed.checkpoint's protocol, and state without rounding.
+"""Saving and loading: without rounding, and by the protocol of torch.distributed.checkpoint.
 
-``Optimizer.load_state_dict`` casts floating-point state to the parameter's type, which would round sums and averages of
-narrow parameters: :func:`restore` puts the saved values back as they were, spread over the ranks as the parameter is.
+``Optimizer.load_state_dict`` casts floating-point state to the parameter's type, which would round the sums and the
+averages of narrow parameters. :func:`restore` replaces the cast values by the saved ones, sharded as the parameter is.
 
-torch.distributed.checkpoint (:data:`CHECKPOINT`) asks for more. It loads *into* a state dict that is there already, key
-by key, and drops what it does not find there. So
+torch.distributed.checkpoint (DCP) loads *into* an existing state dict, key by key, and drops saved keys that are not in
+it. So the optimizer has to have every key that it may ever have:
 
-* when it is what calls ``state_dict()``, the keys are all that there can be (:func:`complete`): what is not there yet
-  is as it is before any update, and a gradient that is not held is zero;
-* to make an optimizer create its state it sets lr = 0 and all gradients to zero and calls ``step()``, which no backward
-  pass has made: then everything is created that there can be (:func:`create`), and nothing else happens;
-* gradients that nobody holds are dropped again when training goes on (:func:`drop_blanks`), and after loading.
+* When DCP calls ``state_dict()``, :func:`complete` adds the missing keys, with the values from before any update; a
+  held gradient is zero.
+* To make an optimizer create its state, DCP sets lr = 0 and all gradients to zero and calls ``step()`` without any
+  backward pass. :func:`is_creating` recognises that, and :func:`create` creates all keys. Nothing else happens.
+* :func:`drop_blanks` removes zero gradients that are not held, when training goes on and after loading.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ __all__ = [
     "restore",
 ]
 
+# The package with get_state_dict, set_state_dict, save and load; the last two may be given an optimizer itself.
 CHECKPOINT = "torch.distributed.checkpoint"
-"""Where get_state_dict and set_state_dict are, and save and load, which an optimizer can be given as it is."""
 
 
 class Blanks:
-    """Everything that there can be in an optimizer's state, as it is before any update.
+    """All keys that SGDOL may have in its state and parameter groups, with their values before any update.
 
     Args:
         groups: the parameter groups.
         state: the optimizer's state.
-        learner_of: the online learner of a group.
-        metrics: know what they remember.
-        keeps_direction: whether the last directions of a group are kept.
+        learner_of: returns the online learner of a group.
+        metrics: the metrics of the groups.
+        keeps_direction: returns whether the state of a group's parameters has the last direction.
     """
 
     def __init__(
@@ -76,22 +76,21 @@ class Blanks:
         self._keeps_direction = keeps_direction
 
     def groups(self) -> list[dict[str, Any]]:
-        """What each parameter group can have; each its own memory, because a checkpoint is read into it."""
         like = first_step_size(self._groups[0]).new_zeros(())
-        blank = []
-        for group in self._groups:
-            found: dict[str, Any] = {"gradients": 0, "pending": False, "totals": diagnostics.zeros(like)}
+        blanks = []
+        for group in self._groups:  # memory of its own for each group: a checkpoint is read into it
+            blank: dict[str, Any] = {"gradients": 0, "pending": False, "totals": diagnostics.zeros(like)}
             if group["alpha"] is None:
-                found["alpha_learned"] = like.clone()
+                blank["alpha_learned"] = like.clone()
             if uses_momentum(group):
-                found["momentum_weight"] = like.clone()
+                blank["momentum_weight"] = like.clone()
             if group["granularity"] in ("global", "group"):
-                found.update(self._learner(group, like))
-            blank.append(found)
-        return blank
+                blank.update(self._learner(group, like))
+            blanks.append(blank)
+        return blanks
 
     def parameters(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """What each parameter can have and has not; copies only of that."""
+        """Each parameter with the keys that are missing in its state; only these are allocated."""
         return [(p, self._parameter(p, group)) for group in self._groups for p in group["params"]]
 
     def _parameter(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -120,23 +119,15 @@ class Blanks:
 
 
 class FreeBlanks:
-    """The same for the optimizer without M.
-
-    Args:
-        groups: the parameter groups.
-        state: the optimizer's state.
-        metrics: know what they remember.
-    """
+    """All keys that SGDOLFree may have in its state and parameter groups, as :class:`Blanks` has those of SGDOL."""
 
     def __init__(self, groups: list[dict[str, Any]], state: dict[Any, Any], metrics: Metrics) -> None:
         self._groups, self._state, self._metrics = groups, state, metrics
 
     def groups(self) -> list[dict[str, Any]]:
-        """What each parameter group can have."""
         return [{"rule": State()._asdict(), "gradients": 0, "unit": 1.0} for _ in self._groups]
 
     def parameters(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """What each parameter can have and has not."""
         return [(p, self._parameter(p)) for group in self._groups for p in group["params"]]
 
     def _parameter(self, p: Tensor) -> dict[str, Any]:
@@ -145,13 +136,13 @@ class FreeBlanks:
         fresh = {"momentum": torch.zeros_like, "average": torch.clone, "previous": torch.clone}
         blank = {name: like_parameter(make(wide), p) for name, make in fresh.items() if name not in known}
         blank.update({name: value for name, value in self._metrics.blank(p).items() if name not in known})
-        # Tells a parameter that has never moved, and whose state is dropped when it has been loaded.
+        # 0 for a parameter that has never moved; after loading its state is dropped again.
         return {**blank, "moves": torch.tensor(float("momentum" in known and "moves" not in known))}
 
 
 def is_asked() -> bool:
-    """Whether a function of torch.distributed.checkpoint is what called, directly or through others."""
-    if CHECKPOINT not in sys.modules:
+    """Whether a function of torch.distributed.checkpoint is on the stack of calls."""
+    if CHECKPOINT not in sys.modules:  # the usual case, at no cost
         return False
     frame = sys._getframe(1).f_back
     while frame is not None and not f"{frame.f_globals.get('__name__')}.".startswith(f"{CHECKPOINT}."):
@@ -160,37 +151,38 @@ def is_asked() -> bool:
 
 
 def complete(state_dict: dict[str, Any], blanks: Blanks | FreeBlanks) -> dict[str, Any]:
-    """A state dict with everything that there can be."""
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     state = state_dict["state"]
     for group, blank in zip(state_dict["param_groups"], blanks.groups(), strict=True):
         group.update({key: value for key, value in blank.items() if key not in group})
     for index, (p, blank) in zip(indices, blanks.parameters(), strict=True):
-        if p.requires_grad or index in state:
+        if p.requires_grad or index in state:  # frozen parameters have no state, and get none
             state[index] = {**blank, **state.get(index, {})}
     return state_dict
 
 
 def is_creating(groups: list[dict[str, Any]], params: list[Tensor], k: int, world: World) -> bool:
-    """Whether this is torch.distributed.checkpoint: it steps with zeros to make optimizers create their state."""
+    """Whether torch.distributed.checkpoint calls ``step()`` to make the optimizer create its state.
+
+    It does so with lr = 0 and gradients of zero that no backward pass has made (k = 0).
+    """
     if k or not all(group["lr"] == 0 for group in groups):
         return False
+    # Gradients that were written by hand at lr = 0 are not all zero.
     lengths = torch.stack([piece_of(p.grad, p).double().square().sum() for p in params if p.grad is not None])
     return not world.total([p for p in params if p.grad is not None], lengths[None]).sum().item()
 
 
 def create(groups: list[dict[str, Any]], state: dict[Any, Any], blanks: Blanks | FreeBlanks) -> None:
-    """Everything that there can be, until there is something."""
     for p, blank in blanks.parameters():
         if p.requires_grad:
-            for key, value in blank.items():
+            for key, value in blank.items():  # what has been learned stays
                 state[p].setdefault(key, value)
     for group, blank in zip(groups, blanks.groups(), strict=True):
         group.update({key: value for key, value in blank.items() if key not in group})
 
 
 def drop_blanks(state: dict[Any, Any], pending: bool) -> None:
-    """Forget held gradients that nobody holds."""
     if not pending:
         for p in list(state):
             state[p].pop("held_gradient", None)
@@ -206,14 +198,14 @@ def load(
     then: Callable[[], None],
     in_basis: tuple[str, ...] = (),
 ) -> None:
-    """Load a state, exactly.
+    """Load a state without rounding.
 
     Args:
-        optimizer: into which.
-        load_state_dict: torch's own way to load into it.
+        optimizer: the optimizer.
+        load_state_dict: torch's own method of it.
         state_dict: what ``state_dict()`` returned.
-        check: refuses a state that does not belong to the optimizer.
-        then: what is to be done when it is there.
+        check: raises ValueError if the state is of another configuration.
+        then: is called when the state has been loaded.
         in_basis: the names of vectors that are kept in the basis of the Kronecker metric.
     """
     loaded: dict[str, Any] = {}
@@ -226,7 +218,7 @@ def load(
         restore(optimizer, loaded, in_basis)
         then()
 
-    # Last and first among the hooks that users may have registered: they see and say what they expect to.
+    # After the pre-hooks of users, which may change the state dict; before their post-hooks, which see exact values.
     handles = [
         optimizer.register_load_state_dict_pre_hook(before),
         optimizer.register_load_state_dict_post_hook(after, prepend=True),
@@ -234,15 +226,16 @@ def load(
     try:
         load_state_dict(state_dict)
     finally:
-        for handle in handles:
+        for handle in handles:  # they belong to this call alone
             handle.remove()
 
 
 def restore(optimizer: Optimizer, state_dict: dict[str, Any], in_basis: tuple[str, ...] = ()) -> None:
-    """Undo torch's cast of floating-point state to the parameter's type; see :func:`load`."""
+    """Replace state that torch has cast to the parameter's type by the saved values; see :func:`load`."""
     saved = [index for group in state_dict["param_groups"] for index in group["params"]]
     params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     for index, (p, group) in zip(saved, params, strict=True):
+        # Vectors of a complex parameter are kept as pairs of real numbers, its average need not be.
         shapes = (p.shape, (*p.shape, 2)) if p.is_complex() else (p.shape,)
         held = state_dict["state"].get(index, {})
         carried = carried_over(optimizer._metric_of(group), p, held, in_basis)  # type: ignore[attr-defined]
@@ -259,7 +252,6 @@ def restore(optimizer: Optimizer, state_dict: dict[str, Any], in_basis: tuple[st
 
 
 def first_step_size(group: dict[str, Any]) -> Tensor:
-    """The step size before any update: lr."""
     device = group["params"][0].device if group["params"] else torch.device("cpu")
     return torch.as_tensor(group["lr"], device=device, dtype=scalar_dtype(device)).detach().clone().reshape(())
 
@@ -267,13 +259,12 @@ def first_step_size(group: dict[str, Any]) -> Tensor:
 def refuse_another_configuration(
     state_dict: dict[str, Any], groups: list[dict[str, Any]], names: tuple[str, ...]
 ) -> None:
-    """Refuse a state that was learned with other options than these of the groups have."""
-    for index, (group, mine) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
-        if "granularity" not in group:
-            raise ValueError(f"state_dict was not saved by SGDOL: its group {index} has only {sorted(group)}")
+    for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
+        if "granularity" not in saved:
+            raise ValueError(f"state_dict was not saved by SGDOL: its group {index} has only {sorted(saved)}")
         for name in names:
-            if name in group and group[name] != mine[name]:
+            if name in saved and saved[name] != group[name]:
                 raise ValueError(
-                    f"state_dict was saved with {name}={group[name]!r} in group {index}, this optimizer has "
-                    f"{name}={mine[name]!r}: construct it with the same {name}"
+                    f"state_dict was saved with {name}={saved[name]!r} in group {index}, this optimizer has "
+                    f"{name}={group[name]!r}: construct it with the same {name}"
                 )

@@ -25,7 +25,7 @@ from sgdol.torch._gradients import Gradients
 from sgdol.torch._metric import Metrics
 from sgdol.torch._operators import IDENTITY, Operators
 from sgdol.torch._vectors import Layout, Numbers, Vector, as_number, dot, product, sample
-from sgdol.torch._world import Own, World, is_sharded, local, piece_of
+from sgdol.torch._world import LocalSums, World, is_sharded, local, piece_of
 
 __all__ = ["RESHAPED", "Contributions"]
 
@@ -79,7 +79,7 @@ class Contributions:
         self.is_empty = False
         counts = dict(zip(other.layout.params, other.counts, strict=True))
         self.counts = [counts.get(p, n) for p, n in zip(self.layout.params, self.counts, strict=True)]
-        self.without_past, self.distorted = self._metrics.late(self.layout), other.distorted
+        self.without_past, self.distorted = self._metrics.without_past(self.layout), other.distorted
         self._rotated_sums = None
         squares: dict[Tensor, Tensor] = {}
         vectors: dict[Tensor, list[Tensor]] = {}
@@ -113,7 +113,7 @@ class Contributions:
             if not self.is_empty:
                 self.forget()
             if not self._metrics.euclidean:
-                self.without_past = self._metrics.late(self.layout)
+                self.without_past = self._metrics.without_past(self.layout)
             return False
         self._add_single(grads, world)
         return True
@@ -238,8 +238,8 @@ class Contributions:
         q = self._squares_by_entry(operators, pooled=pooled)
         if world.alone and not metrics.euclidean:
             for e, operator in enumerate(operators):  # S in the basis of D, so that the operator need not rotate it
-                operator.hold(grads[e], (self._rotated_sums or {}).get(e))
-        n = watched.each(grads, grads, operators, norms, pooled=pooled)
+                operator.cache_turned(grads[e], (self._rotated_sums or {}).get(e))
+        n = watched.products_by_entry(grads, grads, operators, norms, pooled=pooled)
         if not all(entry.merged for entry in watched.entries):
             q = [n[e] - value if self._keeps_cross_terms(e, world) else value for e, value in enumerate(q)]
         if pooled:
@@ -307,7 +307,7 @@ class Contributions:
             return n, q, (layout.totals(n).sum(), layout.totals(q).sum())
         rows = layout.totals(n)[None] if unscaled is None else torch.cat([layout.totals(n)[None], unscaled])
         seen = rows.new_tensor([min(count, 1) for count in counts])
-        shared = world.share(layout.params, Own(rows, layout.totals(q), seen, list(q[1:]), max(self.counts)))
+        shared = world.share(layout.params, LocalSums(rows, layout.totals(q), seen, list(q[1:]), max(self.counts)))
         # A gradient that no pass made on any rank, or that nobody averages over the ranks, is a single contribution.
         is_single = shared.seen == 0
         if world.spread:

@@ -104,7 +104,7 @@ class Directions:
             # group that got its momentum after the last update still has its d_{t-1} in the state.
             before = [
                 layout.vector("direction", e)
-                if plan.has_last[entry.group] and (plan.keeps[entry.group] or layout.holds("direction", e))
+                if plan.has_last[entry.group] and (plan.keeps[entry.group] or layout.has_state("direction", e))
                 else torch.zeros_like(g[e])
                 for e, entry in enumerate(entries)
             ]

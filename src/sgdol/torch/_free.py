@@ -132,12 +132,12 @@ class SGDOLFree(WatchingOptimizer):
         self._warnings.given(largest(self.param_groups))
 
     def _prepare(self) -> None:
-        """What is not saved: it is found again."""
+        # What is not saved in the state.
         super()._prepare()
         self._probes: Probes | None = None
-        self._known: tuple[dict[str, Any] | None, State] = (None, State())
-        self._left: tuple[Layout, Any] | None = None
-        """Where the last step left the parameters."""
+        self._learned_cache: tuple[dict[str, Any] | None, State] = (None, State())  # group["rule"], and it as a State
+        # Where the last step left the parameters: a sample of their numbers, and versions (see _note_point).
+        self._left: tuple[Layout, Vector, list[int]] | None = None
         if not hasattr(self, "_unused"):
             self._unused = UnusedAverage(self)
 
@@ -165,21 +165,20 @@ class SGDOLFree(WatchingOptimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         assert self._passes is not None
-        if self.state and not self._rule().updates:
+        if self.state and not self._learned().updates:
             self._drop_blanks()
         try:
             batch = self._batch() if closure is None else Batch([Replay(closure, [self._buffers])], closure=True)
-            self._evaluator().first(batch)
-            if not self._leaves_out(batch):
+            self._evaluator().run_first(batch)
+            if not self._is_single_gradient(batch):
                 with torch.no_grad():
-                    self._learn(batch)
+                    self._make_step(batch)
         finally:
-            self._passes.reset(used=True)  # the batch is not kept alive
-            torch.clear_autocast_cache()  # a cast of the weights that the step has moved
+            self._passes.reset(used=True)  # the passes refer to the batch: let its memory go
+            torch.clear_autocast_cache()  # it holds casts of the weights from before the step
         return None if closure is None else batch.loss
 
     def _batch(self) -> Batch:
-        """What the calls of ``backward`` since the last step have left."""
         passes = self._passes
         assert passes is not None
         k, origins = passes.finish(), passes.origins
@@ -211,10 +210,10 @@ class SGDOLFree(WatchingOptimizer):
             )
         return Batch(replays, closure=False)
 
-    def _leaves_out(self, batch: Batch) -> bool:
-        """Whether this is a last batch of one sample: a single gradient, in which no noise can be seen."""
+    def _is_single_gradient(self, batch: Batch) -> bool:
+        # Usually the last batch of an epoch, with a single sample. One gradient alone does not show its noise.
         assert self._passes is not None
-        started = self._rule().updates > 0
+        started = self._learned().updates > 0
         asked_for = all(replay.whole for replay in batch.replays) and not (batch.closure and started)
         if self._passes.finish() != 1 or self._passes.world.ranks > 1 or asked_for:
             return False
@@ -229,21 +228,21 @@ class SGDOLFree(WatchingOptimizer):
         )
         return True
 
-    def _learn(self, batch: Batch) -> None:
-        """Make the step, after the first evaluation."""
-        state, probes = self._rule(), self._evaluator()
+    def _make_step(self, batch: Batch) -> None:
+        state, probes = self._learned(), self._evaluator()
         try:
-            multipliers(self.param_groups)  # refuses what cannot be one
+            multipliers(self.param_groups)  # raises if a scheduler has set an lr that is negative or not finite
             self._warnings.multiplied(largest(self.param_groups), state.updates)
-            now = probes.given(batch, self._moved())
-            self._warnings.taken(self._passes.contributions.distorted, self._world().remarks)  # type: ignore[union-attr]
+            now = probes.first_evaluation(batch, self._moved())
+            self._warnings.taken(self._passes.contributions.distorted, self._world().warnings)  # type: ignore[union-attr]
             if not state.updates:
                 refuse_scaled(now.clipped)
             if not now.finite:
                 batch.undo()
-            state, now = probes.advance(state, now, batch, self._vector)
+            state, now = probes.choose_start(state, now, batch, self._vector)
             if now.finite and state.first_norm > 0:
-                self._passes.contributions.forget()  # type: ignore[union-attr]  # contributions are large in the first step
+                # In the first step contributions are whole vectors: free them before the momentum is allocated.
+                self._passes.contributions.forget()  # type: ignore[union-attr]
                 state = self._move(state, now)
                 if abs(now.norm**2 - now.signal) <= now.layout.rounding * now.norm**2:
                     self._warnings.identical_again(state.updates)
@@ -251,16 +250,22 @@ class SGDOLFree(WatchingOptimizer):
                 state = state._replace(skipped=state.skipped + 1)
                 self._metrics.forget()
                 self._warnings.skipped(self.param_groups, state.updates)
-        except BaseException:  # misuse, the closure raised at another point, or somebody pressed Ctrl-C
+        except BaseException:  # misuse, an error of the closure at another point, or Ctrl-C
             batch.undo()
-            for p in self._params():  # what a failed look-back has left is of another point
+            for p in self._params():  # gradients may be those of another point
                 p.grad = None
             self._metrics.forget()
-            self._remember()
+            self._note_point()
             raise
         self._unused.steps += 1
-        self._keep_rule(state._replace(evaluations=state.evaluations + probes.count), now.k)
-        self._remember()
+        state = state._replace(evaluations=state.evaluations + probes.count)
+        rule = state._asdict()
+        self._learned_cache = rule, state
+        for group in self.param_groups:
+            group["rule"] = rule
+            group["gradients"] = now.k
+            group["step_size"] = state.step_size * float(group["lr"]) if state.step_size else group["step_size"]
+        self._note_point()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -275,7 +280,7 @@ class SGDOLFree(WatchingOptimizer):
         with super()._averaged():
             yield
         if self._left is not None:
-            self._remember()
+            self._note_point()  # swapping has raised the versions of the parameters
 
     def diagnostics(self) -> dict[str, Any]:
         """What the optimizer has learned, as plain numbers.
@@ -289,7 +294,7 @@ class SGDOLFree(WatchingOptimizer):
         * ``evaluations``: how often a batch was evaluated; ``rejections``: steps undone after a look-back;
           ``rollbacks``: returns to the average after a jump of the loss.
         """
-        state = self._rule()
+        state = self._learned()
         k = self.param_groups[0].get("gradients", 0)
         length = state.recent_signal + state.recent_noise
         return {
@@ -354,21 +359,20 @@ class SGDOLFree(WatchingOptimizer):
     # One step ---------------------------------------------------------------------------------------------------------
 
     def _move(self, state: State, now: Evaluation) -> State:
-        """Move along the momentum direction, and learn from the gradients."""
         layout, D, options = now.layout, now.operators, self.param_groups[0]
         usual = self._metrics.usual(layout) if state.updates >= self._settings.young else None
-        own = free.clipping(state, now.clipped * now.norm, usual, self._settings)
-        clipped = now.clipped * own
+        shortened = free.clipping(state, now.clipped * now.norm, usual, self._settings)
+        clipped = now.clipped * shortened  # by the user and by this optimizer
         beta = options["momentum"]
         m = self._vector("momentum")
-        for old, h in zip(m, now.h, strict=True):  # in the coordinates of D
+        for x, h in zip(m, now.h, strict=True):  # in the coordinates of D, which turn: observe() rotates m with them
             if state.momentum_weight == 0:
-                old.zero_()  # what was there before a rollback is forgotten
-            old.mul_(beta).add_(h, alpha=(1 - beta) * clipped)
-        weight = beta * state.momentum_weight + (1 - beta)
+                x.zero_()  # after a rollback the momentum starts again
+            x.mul_(beta * state.past).add_(h, alpha=(1 - beta) * clipped)  # m <- beta m + (1 - beta) g
+        weight = beta * state.momentum_weight + (1 - beta)  # 1 - beta^t
         state = free.track(state, now.loss, self._settings)._replace(momentum_weight=weight)
         decays = any(group["weight_decay"] for group in self.param_groups)
-        d: Vector = []
+        d: Vector = []  # D^-1 m; the step is along d_t = D^-1 m / weight
 
         def pairs(e: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
             x = D[e].divided(m[e])
@@ -377,43 +381,37 @@ class SGDOLFree(WatchingOptimizer):
 
         products = self._evaluator().products(layout, pairs)
         state = free.choose_step(state, root(products[0]) / weight, self._settings, max(multipliers(self.param_groups)))
-        state = free.observe(state, now.norm, now.squares, now.k, own, self._settings, given=now.clipped)
-        # The average is over the points that steps start from: of none that is taken back afterwards.
+        state = free.observe(state, now.norm, now.squares, now.k, shortened, self._settings, given=now.clipped)
+        # The average is over the points from which steps start, so no rejected step is ever in it.
         share = weight_in_average(state.updates, options["averaging"])
-        for e, point in enumerate(layout.gather([p.detach() for p in layout.params])):
+        for e, point in enumerate(layout.parameters()):
             layout.vector("average", e, point).lerp_(point, share)
             layout.vector("previous", e, point).copy_(point)
         for p in set(self._params()).difference(layout.params):
-            if "average" in self.state.get(p, ()):  # frozen since: its average goes to where it is
+            if "average" in self.state.get(p, ()):  # frozen since: its average approaches its value
                 average = local(self.state[p]["average"])
                 average.lerp_(real_view(local(p.detach())).to(average.dtype), share)
         gate = Gate(now.norm, 0.0)
         scales, etas = [1 / weight] * len(d), [float(state.step_size * state.multiplier)] * len(d)
         rms = root(products[1] / layout.size) / weight if decays else 0.0
-        units = [rms * share for share in ratios(self.param_groups)]  # a group's rate is in d already
+        units = [rms * ratio for ratio in ratios(self.param_groups)]  # d has the group's ratio from D/rho already
         move(layout, d, scales, etas, gate, units)
+        if state.past != 1:
+            self._metrics.shorten_past(state.past)
         self._metrics.observe(layout, now.g, gate, clipped, now.h, m)
         return state
 
     # Numbers and vectors ----------------------------------------------------------------------------------------------
 
-    def _rule(self) -> State:
+    def _learned(self) -> State:
         saved = self.param_groups[0].get("rule", {})
-        if saved is not self._known[0]:
-            self._known = saved, State(**saved)
-        return self._known[1]
-
-    def _keep_rule(self, state: State, k: int) -> None:
-        rule = state._asdict()
-        self._known = rule, state
-        for group in self.param_groups:
-            group["rule"] = rule
-            group["gradients"] = k
-            group["step_size"] = state.step_size * float(group["lr"]) if state.step_size else group["step_size"]
+        if saved is not self._learned_cache[0]:
+            self._learned_cache = saved, State(**saved)
+        return self._learned_cache[1]
 
     @property
     def _ratios(self) -> Callable[[], list[float]]:
-        groups = self.param_groups
+        groups = self.param_groups  # the lambda must not refer to the optimizer, which has it: a cycle keeps memory
         return lambda: ratios(groups)
 
     def _measured(self) -> Measured:
@@ -423,35 +421,34 @@ class SGDOLFree(WatchingOptimizer):
     def _metric_of(self) -> Callable[[dict[str, Any]], metrics.Metric]:
         return lambda group: metrics.get(group["metric"])
 
-    def _taking_part(self) -> Layout:
-        """The parameters that move: those with a gradient now, or with a momentum from before."""
+    def _active_layout(self) -> Layout:
+        # Of the parameters that move: those with a gradient now, or with a momentum from before.
         members = [
             [p for p in group["params"] if p.requires_grad and (p.grad is not None or p in self.state)]
             for group in self.param_groups
         ]
-        params = [p for some in members for p in some]
+        params = [p for of_group in members for p in of_group]
         if not any(p.grad is not None for p in params):
             raise RuntimeError("there is no gradient in any parameter: a closure has to call backward() itself")
         self._refuse_sparse(params)
         layout = self._layout_of(members)
-        if self._metrics.late(layout) and self._rule().updates:
+        if self._metrics.without_past(layout) and self._learned().updates:
             self._metrics.join(layout)
         return layout
 
     def _vector(self, name: str) -> Vector:
-        """A vector that is kept; each parameter's state holds its part of it."""
         layout = self._layout
         assert layout is not None
         fill: Vector | None = None
-        if name in ("average", "previous") and not layout.keeps(name):  # a parameter that is new begins where it is
-            fill = layout.gather([p.detach() for p in layout.params])
+        if name in ("average", "previous") and not layout.has_vector(name):
+            fill = layout.parameters()  # of a new parameter they start at its value
         return [layout.vector(name, e, None if fill is None else fill[e]) for e in range(len(layout.entries))]
 
     def _evaluator(self) -> Probes:
         if self._probes is None:
             assert self._passes is not None
             sign = -1.0 if self.param_groups[0]["maximize"] else 1.0
-            self._probes = Probes(self._params(), self._passes, sign, self._taking_part, self._settings)
+            self._probes = Probes(self._params(), self._passes, sign, self._active_layout, self._settings)
         return self._probes
 
     def _assemble(self) -> None:
@@ -459,19 +456,17 @@ class SGDOLFree(WatchingOptimizer):
         self._probes = None
         self._buffers = Buffers(self._params())
 
-    def _remember(self) -> None:
-        """Note where the parameters are left."""
+    def _note_point(self) -> None:
         layout = self._layout
         if layout is not None:
-            self._left = layout, (layout.sample(layout.gather([p.detach() for p in layout.params])), _versions(layout))
+            self._left = layout, layout.sample(layout.parameters()), _versions(layout)
 
     def _moved(self) -> bool:
-        """Whether the parameters, of which this rank may have pieces, are not where the last step left them."""
+        # Whether somebody else moved the parameters, or this rank's pieces of them, since _note_point().
         if self._left is None:
             return False
-        layout, (sample, versions) = self._left
-        now = layout.gather([p.detach() for p in layout.params])
-        return versions != _versions(layout) or not layout.matches(sample, now)
+        layout, sampled, versions = self._left
+        return versions != _versions(layout) or not layout.matches(sampled, layout.parameters())
 
     # Saving and loading -----------------------------------------------------------------------------------------------
 
@@ -500,8 +495,9 @@ class SGDOLFree(WatchingOptimizer):
         self._drop_blanks()
 
     def _drop_blanks(self) -> None:
-        """Forget what torch.distributed.checkpoint has made of parameters that have not moved yet."""
-        started = self._rule().updates
+        # State that torch.distributed.checkpoint made the optimizer create (see _checkpoint) for parameters that have
+        # not moved; "moves" tells which these are.
+        started = self._learned().updates
         for p in list(self.state):
             if not started or not self.state[p].pop("moves", True) or not self.state[p]:
                 del self.state[p]
@@ -515,10 +511,10 @@ class SGDOLFree(WatchingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "defaults" in state:  # unpickled or copied: new parameters, which nobody watches yet
+        if "defaults" in state:  # unpickled or copied: the parameters are new, and have no hooks yet
             self._loaded()
 
 
 def _versions(layout: Layout) -> list[int]:
-    """How often large parameters, of which only a sample is compared, were written to."""
+    # Of large parameters only a sample is compared; a write in place raises the version.
     return [layout.params[entry.start]._version for entry in layout.entries if not entry.merged]

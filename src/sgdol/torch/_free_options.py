@@ -1,4 +1,4 @@
-"""The options of the optimizer without M, its parameter groups, and states that an earlier version saved."""
+"""The options of SGDOLFree, what its parameter groups' lr means, and checks of a saved state."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ __all__ = [
     "refuse_scaled",
 ]
 
+# In every parameter group. (``defaults`` has more keys after unpickling: torch adds its own.)
 OPTIONS = ("lr", "momentum", "weight_decay", "averaging", "metric", "maximize", "foreach")
-"""Options that every parameter group has. torch adds others to ``defaults`` when it unpickles an optimizer."""
 
+# What to do in place of an option of SGDOL or of another optimizer.
 INSTEAD = {
     **{name: "it is an option of sgdol.SGDOL alone" for name in OF_SGDOL if name not in OPTIONS},
     **OF_OTHERS,
     "smoothness": "it measures the smoothness itself",
 }
-"""What to do in place of the options of SGDOL and of other optimizers."""
 
+# Must be the same in all parameter groups: there is one direction, in one norm, and one average.
 SHARED = ("momentum", "averaging", "metric", "maximize", "foreach")
-"""Options that are the same for all parameter groups: there is one point, one direction, one norm."""
 
 
 def checked(options: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
-    """The options, numbers as Python's own; those of other optimizers are refused."""
     refuse_unknown(unknown, "SGDOLFree", options, INSTEAD)
     metrics.get(options["metric"])
     at_least_0 = (lambda v: v >= 0), "at least 0 and finite"
     at_most = (lambda v: 0 <= v <= LARGEST), f"at least 0 and finite, at most {LARGEST:g}"
+    lr = options["lr"]
+    rate = check_number("lr", lr, at_most[0], f"{at_most[1]}; 1 is the step size that is learned")
     return {
         **options,
-        "lr": check_rate(options["lr"]),
+        "lr": lr if isinstance(lr, Tensor) else rate,  # a tensor stays one, which "capturable" schedulers write to
         "momentum": check_number("momentum", options["momentum"], lambda v: 0 <= v < 1, "at least 0 and less than 1"),
         "weight_decay": check_number("weight_decay", options["weight_decay"], *at_most),
         "averaging": check_number("averaging", options["averaging"], *at_least_0),
@@ -59,16 +60,8 @@ def checked(options: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_rate(value: Any) -> Any:
-    """A multiplier: a number, or a tensor that holds one, which stays one for ``capturable`` schedulers."""
-    sentence = f"at least 0 and finite, at most {LARGEST:g}; 1 is the step size that is learned"
-    number = check_number("lr", value, lambda v: 0 <= v <= LARGEST, sentence)
-    return value if isinstance(value, Tensor) else number
-
-
 def multipliers(groups: list[dict[str, Any]]) -> list[float]:
-    """What the learned step is multiplied by in each group: lr, which a scheduler may have moved."""
-    rates = [float(group["lr"]) for group in groups]
+    rates = [float(group["lr"]) for group in groups]  # a scheduler may have written anything
     for index, rate in enumerate(rates):
         if not 0 <= rate < math.inf:
             raise ValueError(f"lr of parameter group {index} must be at least 0 and finite, got {rate!r}")
@@ -76,22 +69,22 @@ def multipliers(groups: list[dict[str, Any]]) -> list[float]:
 
 
 def ratios(groups: list[dict[str, Any]]) -> list[float]:
-    """The multipliers in units of the largest, which the metric has: D/rho."""
+    """rho_i = lr_i / max lr of each group; the metric of group i is D/rho_i."""
     rates = multipliers(groups)
-    top = max(rates)
-    return [rate / top if top else 1.0 for rate in rates]
+    highest = max(rates)
+    return [rate / highest if highest else 1.0 for rate in rates]
 
 
 def largest(groups: list[dict[str, Any]]) -> float:
-    """The largest multiplier of all groups: lr, or what a scheduler of torch starts from or goes up to."""
-    rates = [(group["lr"], group.get("initial_lr", 0.0), group.get("max_lr", 0.0)) for group in groups]
-    return max(float(rate) for each in rates for rate in each)
+    """The largest lr of all groups, now or in the schedule: torch's schedulers keep ``initial_lr`` and ``max_lr``."""
+    return max(float(group.get(name, 0.0)) for group in groups for name in ("lr", "initial_lr", "max_lr"))
 
 
 def refuse_scaled(factor: float) -> None:
-    """Refuse gradients that were divided by a power of two, at least 8, which the loss was not: a GradScaler's factor.
+    """Refuse gradients that were multiplied by 2^-j, j >= 3, while the loss was not: a GradScaler inside loss_fn.
 
-    A norm that is clipped is not a power of two to six digits. At the first step alone: later, chance would meet one.
+    Clipping multiplies by a power of two to six digits only by chance. So that chance is small, this is asked once, at
+    the first step.
     """
     if 0 < factor <= 1 / 8 and abs(math.log2(factor) - round(math.log2(factor))) < 1e-6:
         raise RuntimeError(
@@ -102,7 +95,6 @@ def refuse_scaled(factor: float) -> None:
 
 
 def refuse_other_states(state_dict: dict[str, Any]) -> None:
-    """Refuse what was not saved by an SGDOLFree of this version, or has been damaged since."""
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
         shown = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
         raise ValueError(f"state_dict must be what SGDOLFree.state_dict() returned, got {shown}")
@@ -124,12 +116,11 @@ def refuse_other_states(state_dict: dict[str, Any]) -> None:
 
 
 def _refuse_incomplete(state: Any) -> None:
-    """Refuse vectors that are no tensors, or not all there."""
-    if not isinstance(state, dict) or not all(isinstance(held, dict) for held in state.values()):
+    if not isinstance(state, dict) or not all(isinstance(saved, dict) for saved in state.values()):
         raise ValueError("state_dict is damaged: its state is not a dict of dicts, one per parameter")
     vectors = ("momentum", "average", "previous")
-    for index, held in state.items():
-        missing = [name for name in vectors if not isinstance(held.get(name), Tensor)]
+    for index, saved in state.items():
+        missing = [name for name in vectors if not isinstance(saved.get(name), Tensor)]
         if 0 < len(missing) < len(vectors):
             raise ValueError(f"state_dict is damaged: parameter {index} has no tensor {', '.join(missing)}")
 

@@ -1,8 +1,8 @@
-r"""Metrics on an optimizer's parameters: the operators D that are made of what they remember.
+"""The metrics of an optimizer's parameter groups: the operator D of a step, and the memory that it is computed from.
 
-D of a step is made of the gradients before it, so it is known while the backward passes of the step run, and what they
-bring is measured in it at once. A tensor without a past needs the present gradient for its first D
-(``Metrics.operators(..., present)``).
+D is computed from the gradients of earlier steps. So it is known before the backward passes of the step run, and each
+contribution is measured in it at once. A tensor without an earlier gradient is the exception: its first D is computed
+from the gradient of the same step (``Metrics.operators(..., present)``).
 """
 
 from __future__ import annotations
@@ -25,44 +25,40 @@ __all__ = ["Metrics"]
 
 
 class _Kind(NamedTuple):
-    """The parameters of one metric."""
+    """All parameters that have one metric in common."""
 
     number: int
     metric: Any
     params: list[Tensor]
-    fields: list[str]
-    """The names under which the parts of the metric's state are kept."""
+    fields: list[str]  # keys of the metric's state in the optimizer's state of a parameter
 
 
 class _Entry(NamedTuple):
-    """What is remembered of one entry of a layout."""
+    """One entry of a layout, and the memory of its metric."""
 
     kind: _Kind
     memory: Squares | Whole
     params: list[Tensor]
     ids: list[int]
-    sizes: list[int]
-    """How many numbers each of its tensors has, over all ranks."""
+    sizes: list[int]  # numbers in each tensor, over all ranks
 
 
-class _Past(NamedTuple):
-    """What D of the coming step is made of, besides each tensor's own state."""
+class _MeanSquares(NamedTuple):
+    """Means of squared gradients of earlier steps, over the numbers of all ranks."""
 
-    overall: list[Any]
-    """The mean square over all tensors with a past, of each kind; None if there are none."""
-    tensor: dict[int, Any]
-    """The mean square of each tensor with a past, by its id."""
+    overall: list[Any]  # for each kind the mean over all its tensors; None if none has a past
+    tensor: dict[int, Any]  # for each tensor with a past, by id
 
 
 class Metrics:
-    """The metrics of an optimizer's groups. What they remember is in the optimizer's state.
+    """The metrics of an optimizer's parameter groups. Their memory is in the optimizer's state.
 
     Args:
         groups: the parameter groups.
-        metric_of: the metric of a group.
+        metric_of: returns the metric of a group.
         state: the optimizer's state.
-        world: gives the world that the optimizer is in.
-        ratios: gives what the metric multiplies the steps of each group by; None for 1.
+        world: returns the world that the optimizer is in.
+        ratios: returns rho of each group, by which D is divided; None for 1.
     """
 
     def __init__(
@@ -92,25 +88,25 @@ class Metrics:
                     f"metric={metric!r} needs whole matrices, got a sharded parameter of shape {tuple(sharded.shape)}: "
                     'use metric="rms", which works on pieces'
                 )
-        self.euclidean = not self._kinds
-        """Whether D = 1 for all parameters, but for the rates of groups."""
-        self.identity = self.euclidean and ratios is None
-        """Whether D = 1, always."""
+        self.euclidean = not self._kinds  # whether D = 1 up to rho of the groups
+        self.identity = self.euclidean and ratios is None  # whether D = 1
         self._kind_of = {id(p): kind for kind in self._kinds for p in kind.params}
-        self._own(None)
+        self._update_in(None)
 
-    def _own(self, layout: Layout | None) -> None:
-        """From now on updates are made in this layout, whose vectors the state is; None while there was none."""
-        self._owner = layout
-        self._rest: Layout | None = None
+    def _update_in(self, layout: Layout | None) -> None:
+        # Updates are made in this layout from now on: the state of its parameters is views of its vectors. Parameters
+        # with a past that are not in it lie in a layout of their own.
+        self._layout = layout
+        self._layout_of_others: Layout | None = None
+        # Caches by id of a layout, with the layout: an id may be that of another object by now.
         self._entries: dict[int, tuple[Layout, list[_Entry | None]]] = {}
-        self._late: dict[int, tuple[Layout, frozenset[int]]] = {}
+        self._without_past: dict[int, tuple[Layout, frozenset[int]]] = {}
         self.forget()
 
     def merges(self, group: dict[str, Any], param: Tensor) -> tuple[int, ...] | None:
-        """The place of a small tensor among others that it lies end to end with; None if it has to lie alone.
+        """Sort key of a small tensor among those that it is merged with (see :class:`Layout`); None to keep it apart.
 
-        Matrices that the Kronecker metric turns come last, those of one shape one after the other.
+        The key of a matrix that the Kronecker metric rotates is its shape: these come last, one shape after the other.
         """
         metric = self._metric_of(group)
         if isinstance(metric, Euclidean) or is_diagonal_on(metric, param):
@@ -118,44 +114,39 @@ class Metrics:
         return tuple(param.shape) if type(metric) is Kronecker else None
 
     def forget(self) -> None:
-        """What is remembered has changed, or the present gradient does not count."""
-        self._past: _Past | None = None
-        self._made: dict[int, tuple[Layout, Operators]] = {}
-        self._shared: dict[tuple[int, ...], Any] = {}
+        """Drop D of the coming step: the memory has changed, or the gradient that D was computed from is discarded."""
+        self._means: _MeanSquares | None = None
+        self._operators: dict[int, tuple[Layout, Operators]] = {}
+        self._operator_of: dict[tuple[int, ...], Any] = {}  # by the ids of an entry's tensors
 
-    def late(self, layout: Layout) -> frozenset[int]:
-        """The entries whose D of the coming step is not known before its gradients are."""
+    def without_past(self, layout: Layout) -> frozenset[int]:
+        """Entries that need the gradient of the coming step for D: one of their tensors has no earlier gradient."""
         if self.euclidean:
             return frozenset()
-        known = self._late.get(id(layout))
-        if known is None or known[0] is not layout:
+        cached = self._without_past.get(id(layout))
+        if cached is None or cached[0] is not layout:
             past = self._means_of_past().tensor
-            unknown = {i for i, p in enumerate(layout.params) if id(p) in self._kind_of and id(p) not in past}
-            known = self._late[id(layout)] = (
-                layout,
-                frozenset(
-                    e for e, entry in enumerate(layout.entries) if unknown.intersection(range(entry.start, entry.stop))
-                ),
-            )
-        return known[1]
+            new = {i for i, p in enumerate(layout.params) if id(p) in self._kind_of and id(p) not in past}
+            entries = (e for e, entry in enumerate(layout.entries) if new.intersection(range(entry.start, entry.stop)))
+            cached = self._without_past[id(layout)] = layout, frozenset(entries)
+        return cached[1]
 
     def _entries_of(self, layout: Layout) -> list[_Entry | None]:
-        """What is remembered of each entry of a layout; None where D = 1."""
-        known = self._entries.get(id(layout))
-        if known is None or known[0] is not layout:
-            known = layout, [self._entry(layout, e) for e in range(len(layout.entries))]
-            self._entries[id(layout)] = known
-        return known[1]
+        # None for an entry with D = 1.
+        cached = self._entries.get(id(layout))
+        if cached is None or cached[0] is not layout:
+            cached = layout, [self._entry(layout, e) for e in range(len(layout.entries))]
+            self._entries[id(layout)] = cached
+        return cached[1]
 
     def _entry(self, layout: Layout, e: int) -> _Entry | None:
         params = layout.params[layout.rows(e)]
         kind = self._kind_of.get(id(params[0]))
         if kind is None:
             return None
-        turns = type(kind.metric) is Kronecker
         diagonal = all(is_diagonal_on(kind.metric, p) for p in params)
-        make: Any = Squares if diagonal else Matrices if turns else Whole
-        memory = make(kind.metric, layout, e, self._state, layout is self._owner)
+        make: Any = Squares if diagonal else Matrices if type(kind.metric) is Kronecker else Whole
+        memory = make(kind.metric, layout, e, self._state, layout is self._layout)
         return _Entry(kind, memory, params, [id(p) for p in params], [size(p) for p in params])
 
     # D of a step ------------------------------------------------------------------------------------------------------
@@ -163,44 +154,42 @@ class Metrics:
     def operators(
         self, layout: Layout, present: Vector | None = None, among: Sequence[Tensor] | None = None
     ) -> Operators:
-        """D of the coming step; None for an entry that needs the present gradient, while that is not given.
+        """D of the coming step; None for the entries of :meth:`without_past`, unless ``present`` is given.
 
         Args:
             layout: the parameters.
-            present: the mean gradient of this step, of which D of tensors without a past is made.
+            present: the mean gradient of the step, from which D of tensors without a past is computed.
             among: the parameters that take part in the step; None for all.
         """
-        known = self._made.get(id(layout))
-        if known is None or known[0] is not layout:
+        cached = self._operators.get(id(layout))
+        if cached is None or cached[0] is not layout:
             operators = self._operators_of_past(layout)
-            known = self._made[id(layout)] = layout, self._rated(layout, operators, range(len(operators)))
-        if present is not None and None in known[1]:
-            self._add_operators_of_present(layout, known[1], present, {id(p) for p in among or layout.params})
-        return known[1]
+            cached = self._operators[id(layout)] = layout, self._rated(layout, operators, range(len(operators)))
+        if present is not None and None in cached[1]:
+            self._add_operators_of_present(layout, cached[1], present, {id(p) for p in among or layout.params})
+        return cached[1]
 
     def _operators_of_past(self, layout: Layout) -> Operators:
-        """D of the entries whose tensors all have a past, or D = 1."""
         if self.euclidean:
             return Operators([IDENTITY] * len(layout.entries))
         overall, mean = self._means_of_past()
-        late, found = self.late(layout), Operators()
+        without_past, operators = self.without_past(layout), Operators()
         for e, entry in enumerate(self._entries_of(layout)):
             if entry is None:
-                found.append(IDENTITY)
-            elif e in late:
-                found.append(None)
+                operators.append(IDENTITY)
+            elif e in without_past:
+                operators.append(None)
             else:
-                key = tuple(entry.ids)  # another layout may have the same entry
-                if key not in self._shared:
+                key = tuple(entry.ids)  # the layout of the backward passes and that of the update share most entries
+                if key not in self._operator_of:
                     means = [mean[i] for i in entry.ids]
-                    self._shared[key] = entry.memory.operator(means, overall[entry.kind.number])
-                found.append(self._shared[key])
-        return found
+                    self._operator_of[key] = entry.memory.operator(means, overall[entry.kind.number])
+                operators.append(self._operator_of[key])
+        return operators
 
-    def _add_operators_of_present(self, layout: Layout, found: Operators, g: Vector, among: set[int]) -> None:
-        """D of the other entries, with the mean squares of the present gradient for tensors without a past."""
+    def _add_operators_of_present(self, layout: Layout, operators: Operators, g: Vector, among: set[int]) -> None:
         past = self._means_of_past()
-        missing = {e: entry for e, entry in enumerate(self._entries_of(layout)) if entry and found[e] is None}
+        missing = {e: entry for e, entry in enumerate(self._entries_of(layout)) if entry and operators[e] is None}
         params = [p for entry in missing.values() for p in entry.params]
         squares = self._world().total(params, torch.cat([_squares(layout, e, g[e]) for e in missing])[None])[0]
         self._choose_unit(squares.sum(), min(torch.finfo(x.dtype).max for x in g))
@@ -210,18 +199,19 @@ class Metrics:
             rows = [i for i, is_new in enumerate(new) if is_new]
             if rows:
                 scale = self.unit**2 if is_scale_free(kind.metric) else 1.0
-                each, together = _means(squares[rows] * scale, [size(params[i]) for i in rows])
-                mean.update(zip([id(params[i]) for i in rows], each, strict=True))
-                overall[kind.number] = together if overall[kind.number] is None else overall[kind.number]
+                means = _means(squares[rows] * scale, [size(params[i]) for i in rows])
+                mean.update(zip([id(params[i]) for i in rows], means.tensor, strict=True))
+                if overall[kind.number] is None:
+                    overall[kind.number] = means.overall
         for e, entry in missing.items():
-            # Where no tensor takes part, the gradient is 0, whatever D is.
-            found[e], total = IDENTITY, overall[entry.kind.number]
+            # If no tensor of the entry takes part, its gradient is 0, and any D will do.
+            operators[e], total = IDENTITY, overall[entry.kind.number]
             if among.intersection(entry.ids):
-                found[e] = entry.memory.operator([mean.get(i, total) for i in entry.ids], total)
-        self._rated(layout, found, missing)
+                operators[e] = entry.memory.operator([mean.get(i, total) for i in entry.ids], total)
+        self._rated(layout, operators, missing)
 
     def _rated(self, layout: Layout, operators: Operators, entries: Iterable[int]) -> Operators:
-        """D/rho of the entries of groups whose steps are multiplied by rho."""
+        # D -> D/rho, where lr differs between groups.
         ratios = [] if self._ratios is None else self._ratios()
         for e in entries if ratios else ():
             rate = ratios[layout.places[layout.entries[e].group]]
@@ -229,73 +219,76 @@ class Metrics:
                 operators[e] = Rated(operators[e], rate)
         return operators
 
-    def _means_of_past(self) -> _Past:
-        """The mean squares over whole tensors, and over all of them: by all ranks together."""
-        if self._past is None:
-            self._past = _Past([None] * len(self._kinds), {})
-            layouts = [layout for layout in (self._owner, self._others()) if layout is not None]
-            held = [entry for layout in layouts for entry in self._entries_of(layout) if entry is not None]
+    def _means_of_past(self) -> _MeanSquares:
+        if self._means is None:
+            self._means = _MeanSquares([None] * len(self._kinds), {})
+            if self._layout_of_others is None:
+                updated = {id(p) for p in self._layout.params} if self._layout else set()
+                members = [[p for p in g["params"] if id(p) not in updated and self._has_past(p)] for g in self._groups]
+                self._layout_of_others = Layout(self._groups, members, self.merges, self._state)
+            layouts = [layout for layout in (self._layout, self._layout_of_others) if layout is not None]
+            entries = [entry for layout in layouts for entry in self._entries_of(layout) if entry is not None]
             world = self._world()
             for number in range(len(self._kinds)):
-                mine = [entry for entry in held if entry.kind.number == number]
-                if mine:
-                    sums = torch.cat([entry.memory.sums() for entry in mine])
+                of_kind = [entry for entry in entries if entry.kind.number == number]
+                if of_kind:
+                    sums = torch.cat([entry.memory.sums() for entry in of_kind])
                     if world.spread:
-                        sums = world.total([p for entry in mine for p in entry.params], sums[None])[0]
-                    means = _means(sums, [numel for entry in mine for numel in entry.sizes])
-                    self._past.overall[number] = means.overall
-                    self._past.tensor.update(zip([i for entry in mine for i in entry.ids], means.tensor, strict=True))
-        return self._past
-
-    def _others(self) -> Layout:
-        """Parameters with a past that the last update was not of."""
-        if self._rest is None:
-            taken = {id(p) for p in self._owner.params} if self._owner else set()
-            members = [[p for p in g["params"] if id(p) not in taken and self._has_past(p)] for g in self._groups]
-            self._rest = Layout(self._groups, members, self.merges, self._state)
-        return self._rest
+                        sums = world.total([p for entry in of_kind for p in entry.params], sums[None])[0]
+                    means = _means(sums, [numel for entry in of_kind for numel in entry.sizes])
+                    self._means.overall[number] = means.overall
+                    ids = [i for entry in of_kind for i in entry.ids]
+                    self._means.tensor.update(zip(ids, means.tensor, strict=True))
+        return self._means
 
     def _has_past(self, p: Tensor) -> bool:
-        """Whether a gradient of the parameter has been seen. A device is not asked for the number of them."""
-        kind, held = self._kind_of.get(id(p)), self._state.get(p, {})
-        if kind is None or not any(name in held for name in kind.fields):
-            return kind is not None and not kind.fields  # a metric that remembers nothing needs no past
-        weight = held.get("metric.weight")
+        kind, state = self._kind_of.get(id(p)), self._state.get(p, {})
+        if kind is None or not any(name in state for name in kind.fields):
+            return kind is not None and not kind.fields  # a metric without memory needs no past
+        weight = state.get("metric.weight")
+        # A weight of 0 is that of a state which no update has changed. Reading it would wait for an accelerator.
         return weight is None or weight.device.type != "cpu" or weight.item() > 0
 
     # The unit ---------------------------------------------------------------------------------------------------------
 
     @property
     def unit(self) -> float:
-        """What gradients are multiplied by before they are squared: 1, or a power of two that keeps squares in range.
+        """The factor of gradients before they are squared, 1 as a rule.
 
-        D does not change with the unit of the gradients; squares leave the range of floats long before gradients do.
+        It is a power of two if the squares would leave the range, and more if past gradients are to count as shorter.
+
+        It does not change D of a scale-free metric, and a power of two changes no digit.
         """
         return self._groups[0].get("unit", 1.0)
 
     def _choose_unit(self, square: Tensor, largest: float) -> None:
-        if "unit" in self._groups[0] or square.device.type != "cpu":
+        if "unit" in self._groups[0] or square.device.type != "cpu":  # an accelerator is not waited for
             return
         exponent = math.frexp(math.sqrt(square.item()))[1] if 0 < square.item() < math.inf else 0
-        bound = math.frexp(largest)[1] // 4
+        bound = math.frexp(largest)[1] // 4  # the fourth root of the largest float: room for growth, and for sums
         for group in self._groups:
             group["unit"] = 1.0 if abs(exponent) <= bound else 2.0**-exponent
+
+    def shorten_past(self, factor: float) -> None:
+        """Let past gradients count as ``factor`` times as long, where D depends on nothing but their ratios."""
+        unit = self.unit / factor
+        for group in self._groups:
+            group["unit"] = unit
 
     # The past ---------------------------------------------------------------------------------------------------------
 
     def usual(self, layout: Layout) -> float | None:
-        """The root of the mean of past <g, D^-1 g>, all in the D of this step; None if no past is remembered."""
+        """The root mean square of ||g|| over earlier gradients, in D of the coming step; None if it is not known."""
         if self.euclidean or any(not hasattr(kind.metric, "past_square") for kind in self._kinds):
             return None
-        held = zip(self._entries_of(layout), self.operators(layout), strict=True)
-        found = []
-        for entry, operator in held:
-            inner, rate = (operator.operator, operator.rate) if isinstance(operator, Rated) else (operator, 1.0)
-            found.append(0.0 if entry is None else rate * entry.memory.past_square(inner))
-        if self._world().spread:  # all tensors of an entry lie on the ranks alike
+        squares = []
+        for entry, operator in zip(self._entries_of(layout), self.operators(layout), strict=True):
+            unrated, rate = (operator.operator, operator.rate) if isinstance(operator, Rated) else (operator, 1.0)
+            squares.append(0.0 if entry is None else rate * entry.memory.past_square(unrated))
+        if self._world().spread:  # one tensor stands for its entry: all of them are distributed in the same way
             firsts = [layout.params[entry.start] for entry in layout.entries]
-            found = self._world().total(firsts, layout.like.new_tensor(found)[None])[0].tolist()
-        return math.sqrt(sum(found)) / self.unit
+            squares = self._world().total(firsts, layout.like.new_tensor(squares)[None])[0].tolist()
+        return math.sqrt(sum(squares)) / self.unit
 
     def observe(
         self,
@@ -304,64 +297,65 @@ class Metrics:
         gate: Gate,
         scale: float = 1.0,
         h: Vector | None = None,
-        kept: Vector | None = None,
+        momentum: Vector | None = None,
     ) -> None:
-        """Remember the mean gradient of an update.
+        """Update the memory with the mean gradient of an update, ``scale`` g.
 
         Args:
             layout: the parameters.
-            g: the mean gradient, divided by ``scale``.
+            g: the mean gradient before it was shortened.
             gate: whether the update counts.
-            scale: what it was multiplied by.
-            h: g in the coordinates of D; None if that is not known.
-            kept: a vector that is kept in the coordinates of D, which may change.
+            scale: the factor by which it was shortened.
+            h: g in the coordinates of D; None to compute it.
+            momentum: a vector that the caller keeps in the coordinates of D. When these change it is rotated to the new
+                ones, in place.
         """
         if self.euclidean:
-            self._made = {}  # rates may change
+            self._operators = {}  # rho may change
             return
         h = self.operators(layout, g).turned(g) if h is None else h
-        if layout is not self._owner:
-            self._own(layout)
+        if layout is not self._layout:
+            self._update_in(layout)
         for e, entry in enumerate(self._entries_of(layout)):
             if entry is not None:
                 factor = scale * self.unit if is_scale_free(entry.kind.metric) else scale
-                entry.memory.observe(g[e], gate, factor, h[e], None if kept is None else kept[e])
-        used = (id(layout), id(self._rest))
-        self._entries = {number: known for number, known in self._entries.items() if number in used}
+                entry.memory.observe(g[e], gate, factor, h[e], None if momentum is None else momentum[e])
+        # Other layouts had copies of the memory as it was.
+        up_to_date = (id(layout), id(self._layout_of_others))
+        self._entries = {key: cached for key, cached in self._entries.items() if key in up_to_date}
         self.forget()
-        self._means_of_past()  # by all ranks together, not when a backward first asks
+        self._means_of_past()  # now, when all ranks are here: in a backward one of them may not ask for it
 
     def join(self, layout: Layout) -> None:
-        """Let tensors without a past join those that have one as if their gradients had been 0 so far."""
-        for e in self.late(layout):
+        """Give tensors without a past the memory that gradients of 0 in all earlier steps would have left."""
+        for e in self.without_past(layout):
             for p in layout.params[layout.rows(e)]:
                 kind = self._kind_of[id(p)]
                 others = [self._state[q] for q in kind.params if self._has_past(q)]
                 if others and not self._has_past(p):
                     fresh = self.blank(p)
                     for name in [name for name, value in fresh.items() if not value.dim()]:
-                        fresh[name] = next((held[name].clone() for held in others if name in held), fresh[name])
+                        # Single numbers (the sum of weights, the number of updates) are those of any other tensor.
+                        fresh[name] = next((state[name].clone() for state in others if name in state), fresh[name])
                     self._state[p].update(fresh)
-        self._own(None)
+        self._update_in(None)
 
     def blank(self, param: Tensor) -> dict[str, Tensor]:
-        """What the metric remembers of a parameter before any update, by its name in the optimizer's state."""
         kind = self._kind_of.get(id(param))
         return {} if kind is None else blank(kind.metric, param)
 
 
 def _squares(layout: Layout, e: int, x: Tensor) -> Tensor:
-    """The squared norm of each tensor of an entry."""
+    # One number for each tensor of entry e.
     if layout.entries[e].merged:
         return layout.sums(e, x.to(layout.like.dtype).square())
     return dot(x, x).to(layout.like.device).reshape(1)
 
 
 def _means(sums: Tensor, sizes: list[int]) -> Means:
-    """The mean squares of tensors, and of all their numbers, from the sums of squares of each."""
     if sums.device.type == "cpu":  # Python's numbers are faster
         rows = sums.tolist()
-        overall = math.fsum(rows) if math.isfinite(sum(rows)) else math.nan  # the same in any order of the tensors
+        overall = math.fsum(rows) if math.isfinite(sum(rows)) else math.nan  # fsum: the order must not matter
         return Means([a / max(b, 1) for a, b in zip(rows, sizes, strict=True)], overall / max(sum(sizes), 1))
     numel = sums.new_tensor(sizes)
     return Means(list(sums / numel.clamp(min=1)), sums.sum() / numel.sum().clamp(min=1))

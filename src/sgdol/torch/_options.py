@@ -1,7 +1,7 @@
-"""Every option of the optimizer: its name, place, default and check, once.
+"""The options of SGDOL: name, default and check of each, in one table.
 
-The order here is that of the constructor's arguments, of the parameter groups and of the optax front end. Each of them
-may stand in a parameter group.
+The order is that of the constructor's arguments, of the parameter groups and of the optax front end. Every option may
+stand in a parameter group.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ __all__ = [
     "unknown_in_group",
 ]
 
+# As they stand in the parameter groups. ``smoothness`` is not there: it becomes lr = (1 - momentum)/smoothness.
 DEFAULTS: dict[str, Any] = {
     "lr": None,
     "alpha": None,
@@ -55,10 +56,10 @@ DEFAULTS: dict[str, Any] = {
     "maximize": False,
     "foreach": None,
 }
-"""Every option and its default, as they stand in the parameter groups; smoothness becomes lr = (1 - momentum)/M."""
 
 OPTIONS = tuple(DEFAULTS)
 
+# A saved state is refused if one of these differs: what was learned has a meaning only together with them.
 LEARNED_WITH = (
     "learner",  # first, because others follow from it
     "alpha",
@@ -70,8 +71,8 @@ LEARNED_WITH = (
     "averaging",
     "metric",
 )
-"""What has been learned means something only with the same of these: a saved state is refused by another."""
 
+# What to do in place of other optimizers' options.
 INSTEAD = {
     "betas": "give the first one as momentum; metric='rms' takes the place of the second",
     "nesterov": "its momentum is ordinary (heavy-ball) momentum; leave nesterov out",
@@ -82,7 +83,6 @@ INSTEAD = {
     "capturable": "step() never waits for a device",
     "differentiable": "step() cannot be differentiated through",
 }
-"""What to do in place of other optimizers' options."""
 
 
 def refuse_unknown(
@@ -91,7 +91,7 @@ def refuse_unknown(
     options: Iterable[str] = ("smoothness", *OPTIONS),
     instead: dict[str, str] = INSTEAD,
 ) -> None:
-    """Refuse arguments that are not there, those of other optimizers with what to do instead."""
+    """Raise TypeError for unknown arguments; for those of other optimizers it says what to do instead."""
     for option in given:
         sentence = f"{name} has no option {option!r}"
         if option in instead:
@@ -99,14 +99,14 @@ def refuse_unknown(
         raise TypeError(f"{sentence}; it has {', '.join(options)}")
 
 
+# Keys that programs, schedulers and torch itself write into parameter groups.
 ANNOTATIONS = ("params", "name", "param_names", "lr_scale", "initial_lr", "max_lr", "min_lr")
-"""What programs, schedulers and torch itself write into parameter groups for themselves."""
 
 
 def unknown_in_group(
     group: dict[str, Any], index: int, name: str, options: Iterable[str], instead: dict[str, str] = INSTEAD
 ) -> str | None:
-    """A sentence on what a parameter group brings that is no option; options of other optimizers are refused."""
+    """A warning about keys of a parameter group that are no options, or None; those of other optimizers are refused."""
     unknown = [key for key in group if key not in options and key not in ANNOTATIONS]
     refuse_unknown({key: group[key] for key in unknown if key in instead}, name, options, instead)
     if not unknown:
@@ -120,29 +120,29 @@ def unknown_in_group(
 # One value ------------------------------------------------------------------------------------------------------------
 
 
+# A larger weight_decay, or lr of SGDOLFree, would leave the range of float32 in the first update.
 LARGEST = 1e30
-"""A larger multiplier or weight_decay leaves the range of float32 in the first update."""
 
+# A larger lr of SGDOL would leave the range of float64 in the first update. Gradients of 1e-150 do need lr = 1e150.
 LARGEST_RATE = 1e200
-"""A larger lr leaves the range of float64 in the first update. Gradients of 1e-150 do need lr = 1e150."""
 
 
 def check_number(name: str, value: Any, allowed: Callable[[float], bool], sentence: str) -> float:
-    """A number as Python's float, if it is one and allowed: also a Fraction, numpy's scalars, a tensor with one entry.
+    """Return ``value`` as a float if it is an allowed number: also a Fraction, a numpy scalar, a one-element tensor.
 
     >>> check_number("momentum", 0.5, lambda v: 0 <= v < 1, "at least 0 and less than 1")
     0.5
     """
-    found = value
-    if hasattr(found, "shape") and hasattr(found, "item"):
-        if math.prod(found.shape) != 1:
-            raise ValueError(f"{name} must be one number, {sentence}, got {len(found.shape)}-dimensional {_cut(value)}")
-        found = found.item()
-    if isinstance(found, bool) or not isinstance(found, Real):
+    scalar = value
+    if hasattr(value, "shape") and hasattr(value, "item"):
+        if math.prod(value.shape) != 1:
+            raise ValueError(f"{name} must be one number, {sentence}, got {len(value.shape)}-dimensional {_cut(value)}")
+        scalar = value.item()
+    if isinstance(scalar, bool) or not isinstance(scalar, Real):  # bool is a subclass of int
         raise TypeError(f"{name} must be a number, {sentence}, got {_cut(value)}")
     try:
-        number = float(found)
-    except OverflowError:
+        number = float(scalar)
+    except OverflowError:  # an integer or Fraction beyond float64
         number = math.inf
     if not (math.isfinite(number) and allowed(number)):
         raise ValueError(f"{name} must be {sentence}, got {_cut(value)}")
@@ -150,14 +150,12 @@ def check_number(name: str, value: Any, allowed: Callable[[float], bool], senten
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {_cut(value)}")
     return value
 
 
 def check_foreach(value: Any) -> bool | None:
-    """None, True or False."""
     if value is not None and not isinstance(value, bool):
         raise TypeError(f"foreach must be None, True or False, got {_cut(value)}")
     return value
@@ -197,7 +195,6 @@ def _check_epoch(value: Any, estimator: str) -> None:
 
 
 def _cut(value: Any) -> str:
-    """The value for a message, not more of it than helps."""
     try:
         text = repr(value)
     except ValueError:  # Python does not print integers of thousands of digits
@@ -209,9 +206,9 @@ def _cut(value: Any) -> str:
 
 
 def checked_rate(options: dict[str, Any], momentum: float, where: str) -> Any:
-    """Lr of these options, from lr or smoothness, which is taken out of them; None if neither is given.
+    """Return lr from ``lr`` or ``smoothness``, and remove ``smoothness`` from the options; None if neither is given.
 
-    Lr is the rate of a sum of gradients, as torch's SGD has it, and 1/M that of their average: lr = (1 - momentum)/M.
+    lr = (1 - momentum)/M: lr multiplies a decayed sum of gradients, as in torch's SGD, and 1/M their average.
     """
     smoothness, lr = options.pop("smoothness", None), options.get("lr")
     if smoothness is None:
@@ -226,56 +223,55 @@ def checked_rate(options: dict[str, Any], momentum: float, where: str) -> Any:
     return _check_lr((1 - momentum) / number)
 
 
-DERIVED = ("kappa", "bias_correction")
-"""Options whose default depends on the learner."""
+DERIVED = ("kappa", "bias_correction")  # their defaults depend on the learner
 
 
 def checked(options: dict[str, Any]) -> tuple[dict[str, Any], Learner, Metric]:
-    """All options but lr, by name, value and what is allowed, in the form in which they stand in a group.
+    """Check all options but lr. Returns them as they stand in a parameter group, with the learner and the metric.
 
-    Learners and metrics stand there by name, so that a saved state can be loaded without them.
+    In a parameter group learner and metric are names, so that a saved state can be loaded with ``weights_only=True``.
     """
-    found = {name: options[name] for name in OPTIONS if name != "lr"}
-    learner, metric = _check_learner(found["learner"]), metrics.get(found["metric"])
-    if found["alpha"] is not None:
-        found["alpha"] = check_number("alpha", found["alpha"], lambda v: v > 0, "None, or positive and finite")
-    if found["alpha"] is not None and found["kappa"] is not None:
+    values = {name: options[name] for name in OPTIONS if name != "lr"}
+    learner, metric = _check_learner(values["learner"]), metrics.get(values["metric"])
+    if values["alpha"] is not None:
+        values["alpha"] = check_number("alpha", values["alpha"], lambda v: v > 0, "None, or positive and finite")
+    if values["alpha"] is not None and values["kappa"] is not None:
         raise ValueError(
-            f"give alpha or kappa, not both: got alpha={found['alpha']!r} and kappa={_cut(found['kappa'])} "
+            f"give alpha or kappa, not both: got alpha={values['alpha']!r} and kappa={_cut(values['kappa'])} "
             "(kappa is in units of the first squared gradient)"
         )
-    kappa = suggested_kappa(learner) if found["kappa"] is None else found["kappa"]
-    found["kappa"] = check_number("kappa", kappa, lambda v: v > 0, "None, or positive and finite")
-    _check_word("estimator", found["estimator"], ESTIMATORS)
-    _check_word("granularity", found["granularity"], GRANULARITIES)
-    _check_word("statistics", found["statistics"], MOMENTUM_STATISTICS)
+    kappa = suggested_kappa(learner) if values["kappa"] is None else values["kappa"]
+    values["kappa"] = check_number("kappa", kappa, lambda v: v > 0, "None, or positive and finite")
+    _check_word("estimator", values["estimator"], ESTIMATORS)
+    _check_word("granularity", values["granularity"], GRANULARITIES)
+    _check_word("statistics", values["statistics"], MOMENTUM_STATISTICS)
     sentence = "at least 0 and less than 1"
-    found["momentum"] = check_number("momentum", found["momentum"], lambda v: 0 <= v < 1, sentence)
-    if found["bias_correction"] is None:
-        found["bias_correction"] = not uses_hindsight(learner)
-    check_flag("bias_correction", found["bias_correction"])
-    _check_epoch(found["epoch"], found["estimator"])
+    values["momentum"] = check_number("momentum", values["momentum"], lambda v: 0 <= v < 1, sentence)
+    if values["bias_correction"] is None:
+        values["bias_correction"] = not uses_hindsight(learner)
+    check_flag("bias_correction", values["bias_correction"])
+    _check_epoch(values["epoch"], values["estimator"])
     sentence = f"at least 0 and finite, at most {LARGEST:g}"
-    found["weight_decay"] = check_number("weight_decay", found["weight_decay"], lambda v: 0 <= v <= LARGEST, sentence)
-    if found["averaging"] is not None:
+    values["weight_decay"] = check_number("weight_decay", values["weight_decay"], lambda v: 0 <= v <= LARGEST, sentence)
+    if values["averaging"] is not None:
         sentence = "None, or finite and at least 0"
-        found["averaging"] = check_number("averaging", found["averaging"], lambda v: v >= 0, sentence)
-    if found["granularity"] == "coordinate" and not metrics.is_diagonal(metric):
+        values["averaging"] = check_number("averaging", values["averaging"], lambda v: v >= 0, sentence)
+    if values["granularity"] == "coordinate" and not metrics.is_diagonal(metric):
         raise ValueError(
             f'granularity="coordinate" needs a metric whose D is diagonal, got metric={_cut(options["metric"])}: use '
             'granularity="tensor", or metric="rms"'
         )
-    found["learner"], found["metric"] = _name(learner), _metric_name(metric)
-    check_flag("maximize", found["maximize"])
-    check_foreach(found["foreach"])
-    return found, learner, metric
+    values["learner"], values["metric"] = _name(learner), _metric_name(metric)
+    check_flag("maximize", values["maximize"])
+    check_foreach(values["foreach"])
+    return values, learner, metric
 
 
 class Catalogue:
-    """The options that groups have unless they say otherwise, and the objects behind the names that stand in groups.
+    """The default options of parameter groups, and the learners and metrics whose names stand in the groups.
 
     Args:
-        given: every option, as the constructor got it, and smoothness.
+        given: the constructor's arguments: all options and smoothness.
     """
 
     def __init__(self, given: dict[str, Any]) -> None:
@@ -288,39 +284,36 @@ class Catalogue:
         self._metrics = {defaults["metric"]: self._metric}
 
     def group(self, given: dict[str, Any]) -> dict[str, Any]:
-        """A new parameter group with the options that it brings, checked; those that it does not bring are left out."""
-        found = dict(given)
-        if not isinstance(found["params"], Tensor | set):
-            found["params"] = list(found["params"])
-        known = {**self.defaults, "learner": self.learner, "metric": self._metric}
-        options, learner, metric = checked({**known, **self._derived, **found})
-        if found.get("lr") is None and found.get("smoothness") is None:
-            found["smoothness"] = self._smoothness  # 1/M of all groups, whatever their momentum
-        rate = checked_rate(found, options["momentum"], "a parameter group ")
+        """A new parameter group, its own options checked. Torch adds the defaults of the others."""
+        group = dict(given)
+        if not isinstance(group["params"], Tensor | set):  # torch refuses a set, whose order is not known
+            group["params"] = list(group["params"])
+        defaults = {**self.defaults, "learner": self.learner, "metric": self._metric}
+        options, learner, metric = checked({**defaults, **self._derived, **group})
+        if group.get("lr") is None and group.get("smoothness") is None:
+            group["smoothness"] = self._smoothness  # M is the same in all groups, also if their momentum is not
+        rate = checked_rate(group, options["momentum"], "a parameter group ")
         if rate is None and self.defaults["lr"] is None:
             raise ValueError("lr or smoothness is needed for this parameter group: the optimizer has no default")
         if rate is not None:
-            found["lr"] = rate
+            group["lr"] = rate
         self._learners.setdefault(options["learner"], learner)
         self._metrics.setdefault(options["metric"], metric)
-        found.update({name: value for name, value in options.items() if name in found or name in DERIVED})
-        return found
+        group.update({name: value for name, value in options.items() if name in group or name in DERIVED})
+        return group
 
     def learner_of(self, group: dict[str, Any]) -> Learner:
-        """The learner that the group names."""
         return self._learners[group["learner"]]
 
     def metric_of(self, group: dict[str, Any]) -> Metric:
-        """The metric that the group names."""
         return self._metrics[group["metric"]]
 
-    def asks(self, group: dict[str, Any]) -> bool:
-        """Whether the group's learner uses hindsight."""
+    def uses_hindsight(self, group: dict[str, Any]) -> bool:
         return uses_hindsight(self._learners[group["learner"]])
 
 
 def _name(thing: Any) -> str:
-    """What tells one learner from another in a saved state: not where it happens to be in memory."""
+    # In a saved state: the default repr has an address in memory, which is another one in each process.
     kind = type(thing)
     return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(thing)
 
@@ -333,7 +326,6 @@ def _metric_name(metric: Metric) -> str:
 
 
 def every_group_has_a_rate(params: list[Any]) -> bool:
-    """Whether all of these are parameter groups that bring a rate of their own."""
     return all(isinstance(g, dict) and ("lr" in g or "smoothness" in g) for g in params)
 
 
@@ -341,7 +333,6 @@ def every_group_has_a_rate(params: list[Any]) -> bool:
 
 
 def materialise(params: Any) -> list[Any]:
-    """The parameters as a list, if they are an iterable of tensors or of groups."""
     kinds = {
         torch.nn.Module: "a module: give its .parameters()",
         dict: "one dict: put it into a list",

@@ -92,7 +92,7 @@ class Passes:
                 earlier.finish()
                 self._after_step, self.world, self.origins = earlier._after_step, earlier.world, earlier.origins
                 self.contributions.take_over(earlier.contributions)
-        weakref.finalize(self, remove, self._taps)
+        self.remove = weakref.finalize(self, remove, self._taps)  # runs once: when called, or when this is deleted
 
     def _lay_out(self) -> None:
         make = self._make_layout()
@@ -117,16 +117,13 @@ class Passes:
             else:
                 here.tap(p, tap, Listener(self, id(p)))
 
-    def remove(self) -> None:
-        remove(self._taps)
-
     def parameters_changed(self) -> bool:
         """True if a parameter's shape or type changed since :meth:`watch`, as when a lazy module was initialised."""
         return self._kinds != list(map(self._kind, self._params))
 
     def reset(self, *, used: bool = False) -> None:
+        # used: a step has used the gradients, which may still be in .grad. Not used: somebody has zeroed them.
         self._after_step, self.left_over = used, False
-        # A step has used the gradients, which may still be in .grad; else they are zeroed.
         self.contributions.thrown_away = not used and any(self.contributions.counts)
         self.overlapping = False  # True if backward passes ran in several threads at the same time
         self.origins = []

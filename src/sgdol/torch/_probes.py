@@ -1,6 +1,7 @@
-"""The batch of one step, evaluated at other points: at probes, at the average, before the last step.
+"""Evaluations of the batch of one step: where the parameters are, at probes, at the average, before the last step.
 
-:mod:`sgdol.free` decides when, and what follows; here are the points.
+:mod:`sgdol.free` decides when the batch is evaluated at another point and what follows from the result. This module
+moves the parameters there, runs the batch again, and moves them back.
 """
 
 from __future__ import annotations
@@ -32,78 +33,69 @@ MOVED = (
 
 
 class Evaluation(NamedTuple):
-    """What one evaluation of the batch gave."""
+    """The result of one evaluation of the batch."""
 
-    loss: float
-    """The mean over the ranks of the batch's loss; negative if it is maximised."""
-    k: int
-    """How many independent gradients there were."""
+    loss: float  # mean over the ranks; with maximize, times -1
+    k: int  # independent gradients
     layout: Layout
-    operators: Operators
-    """D of the step."""
-    g: Vector
-    """Their mean, as it is in ``.grad``; not to be written to..."""
-    h: Vector
-    """...and in the coordinates of D."""
-    norm: float
-    """||g||, in the metric..."""
-    squares: float
-    """...and the root of the sum of the squared norms of the k contributions to it."""
-    clipped: float = 1.0
-    """What the user has multiplied ``.grad`` by, if it was shortened after the passes; g is as it was before."""
+    operators: Operators  # D of the step
+    g: Vector  # the mean of the k gradients; read-only, it may share memory with .grad
+    h: Vector  # g in the coordinates of D
+    norm: float  # ||g|| = <g, D^-1 g>^(1/2)
+    squares: float  # Q^(1/2), where Q is the sum of ||c_i||^2 over the k contributions c_i to g
+    clipped: float = 1.0  # the factor by which the user has shortened .grad after the passes; g is without it
 
     @property
     def signal(self) -> float:
-        """u, an unbiased estimate of the square of the norm of the objective's gradient."""
+        """Signal u = (||g||^2 - Q) k/(k - 1), an unbiased estimate of the squared norm of the objective's gradient."""
         return (self.norm**2 - self.squares**2) * self.k / (self.k - 1)
 
     @property
     def finite(self) -> bool:
-        """Whether the loss and all gradients are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.norm) and math.isfinite(self.squares)
 
 
-ROUNDING = 1e-3
-"""A GradScaler's factor is known to this share at least."""
+ROUNDING = 1e-3  # relative error up to which the measured factor of .grad is that of a GradScaler
 
 
 class Batch:
-    """The batch of one step, as calls that can be made again.
+    """The batch of one step, as calls that can be repeated.
 
     Args:
-        replays: the calls.
-        closure: whether there is one, a closure that step() has been given; else they are calls of ``backward``.
+        replays: calls of :func:`sgdol.torch.backward`, or the single call of the closure.
+        closure: True if ``step()`` was given a closure.
     """
 
     def __init__(self, replays: list[Replay], *, closure: bool) -> None:
         self.replays, self.closure = replays, closure
+        # Gradients of further evaluations are multiplied by this, as a GradScaler's unscale_() did with the first.
         self.unit = 1.0
-        """What the gradients of another evaluation are to be multiplied by: a GradScaler has divided the first."""
 
     @property
     def loss(self) -> Any:
-        """What the first evaluation returned."""
-        return _sum([replay.loss for replay in self.replays])
+        first, *others = [replay.loss for replay in self.replays]
+        return sum(others, first)
 
     def again(self) -> Any:
-        """Evaluate it once more: the loss."""
-        return _sum([replay.again() for replay in self.replays])
+        first, *others = [replay.again() for replay in self.replays]
+        return sum(others, first)
 
     def undo(self) -> None:
-        """Take back what the first evaluation did to buffers."""
+        # Buffers go back to what they were before the first evaluation.
         for replay in reversed(self.replays):
             replay.undo()
 
 
 class Probes:
-    """Evaluates the batch of a step, and decides where the step starts from.
+    """Evaluates the batch of a step at one or more points, and decides where the step starts from.
 
     Args:
-        params: all parameters.
-        passes: records the backward passes.
+        params: all parameters of the optimizer.
+        passes: the recorder of backward passes.
         sign: 1 to descend, -1 to ascend.
-        layout_of: the layout of the parameters that take part, once a batch has left gradients: a method.
-        settings: the constants.
+        layout_of: a method of the optimizer that returns the layout of the parameters which take part in the step. It
+            is called when the batch has left gradients.
+        settings: the constants of the algorithm.
     """
 
     def __init__(
@@ -115,45 +107,45 @@ class Probes:
         settings: Settings,
     ) -> None:
         self._passes, self._sign = passes, sign
+        # Weak, because the optimizer has this object: a cycle would keep its memory until the garbage is collected.
         self._layout_of, self._settings = weakref.WeakMethod(layout_of), settings
         self._params = params
-        self.count = 0
-        """How many evaluations there were in this step."""
+        self.count = 0  # evaluations in this step
 
     # One evaluation ---------------------------------------------------------------------------------------------------
 
-    def first(self, batch: Batch) -> None:
-        """Evaluate the batch for the first time in a step, unless that has been done."""
+    def run_first(self, batch: Batch) -> None:
         self.count = 0
         self._refuse_reshaped()
         if batch.closure:
             self._begin()
             with torch.enable_grad():
                 batch.replays[0].first()
-        else:
-            self.count, self._passes.contributions.thrown_away = 1, False  # what was thrown away was an earlier batch
+        else:  # backward() has evaluated it; if gradients were thrown away, they were those of an earlier batch
+            self.count, self._passes.contributions.thrown_away = 1, False
 
-    def again(self, batch: Batch) -> Evaluation:
-        """Evaluate the same batch where the parameters are now, so that nobody notices."""
+    def evaluate_again(self, batch: Batch) -> Evaluation:
+        """Evaluate the batch where the parameters are now, with the random numbers and buffers of the first time."""
         self._refuse_reshaped()
         self._begin()
         with torch.enable_grad():
             loss = loss_of(batch.again())
         if batch.unit != 1:
             torch._foreach_mul_([p.grad for p in self._params if p.grad is not None], batch.unit)
-        return self.evaluation(loss)
+        return self._evaluation(loss)
 
-    def given(self, batch: Batch, moved: bool) -> Evaluation:
-        """The first evaluation, with what has happened to ``.grad`` between ``backward`` and ``step``.
+    def first_evaluation(self, batch: Batch, moved: bool) -> Evaluation:
+        """The result of the first evaluation, whose gradients were multiplied by f before ``step()`` was called.
 
-        That was multiplied by a factor f = unit * clipped. With losses that were multiplied by s > 1 (GradScaler) and
-        f s <= 1, the unit is 1/s, in which other evaluations have to be measured too; shorter gradients were clipped.
+        f = unit * clipped. A GradScaler multiplies losses by s > 1, which further evaluations repeat, and gradients by
+        unit = 1/s, which they have to repeat, too. The rest of f is clipping, which concerns the step alone.
 
         Args:
-            batch: of the step.
-            moved: whether something else has moved this rank's parameters since the last step.
+            batch: the batch of the step.
+            moved: True if something else moved this rank's parameters since the last step.
         """
-        now = self.evaluation(loss_of(batch.loss), moved)
+        now = self._evaluation(loss_of(batch.loss), moved)
+        # A closure clips within each evaluation, if it does.
         factor, alike = (1.0, True) if batch.closure else self._passes.contributions.multiplied()
         if factor == 1 or not now.finite:
             return now
@@ -189,13 +181,8 @@ class Probes:
         self._passes.reset(used=True)
         self.count += 1
 
-    def evaluation(self, loss: float, moved: bool = False) -> Evaluation:
-        """What the last evaluation left, with this loss.
-
-        Args:
-            loss: of this rank's batch.
-            moved: whether something else has moved this rank's parameters since the last step.
-        """
+    def _evaluation(self, loss: float, moved: bool = False) -> Evaluation:
+        # Of the passes that have just run. The arguments are this rank's.
         layout_of = self._layout_of()
         assert layout_of is not None
         passes = self._passes.finish()
@@ -211,130 +198,139 @@ class Probes:
                 "time(s). Split the batch: for x, y in zip(inputs.chunk(2), targets.chunk(2)): "
                 "(criterion(model(x), y) / 2).backward()"
             )
-        found = self._passes.contributions.take(layout, world, pooled=world.alone)
-        squared, signal, k = float(found.squared), float(found.signal), found.k
-        g = layout.copy(found.g) if world.overwrites else found.g
+        gradients = self._passes.contributions.take(layout, world, pooled=world.alone)
+        squared, signal, k = float(gradients.squared), float(gradients.signal), gradients.k
+        # DistributedDataParallel's next backward writes to the memory of .grad.
+        g = layout.copy(gradients.g) if world.overwrites else gradients.g
         # Q = n - u (k - 1)/k, which rounding may make negative where all but one contribution are 0.
         squares = max(0.0, squared - signal * (k - 1) / k) if math.isfinite(signal) else math.nan
-        loss, anywhere = world.mean(loss * self._sign, float(moved))
-        if anywhere:
+        loss, moved_anywhere = world.mean(loss * self._sign, float(moved))
+        if moved_anywhere:  # known to all ranks: if one of them raised alone, the others would wait for it
             raise RuntimeError(MOVED)
-        h = found.operators.turned(found.g)
-        for operator, x in zip(found.operators, found.g, strict=True):
+        h = gradients.operators.turned(gradients.g)
+        for operator, x in zip(gradients.operators, gradients.g, strict=True):
             if operator.turns:
-                operator.hold(x, None)  # a vector that would be kept alive
-        if g is not found.g:
-            h = [copied if turned is x else turned for copied, turned, x in zip(g, h, found.g, strict=True)]
-        return Evaluation(loss, k, layout, found.operators, g, h, root(squared), root(squares))
+                operator.cache_turned(x, None)  # the cache would keep a vector of the model's size alive
+        if g is not gradients.g:  # where D does not rotate, h is g, and has to be the copy of it
+            h = [copied if turned is x else turned for copied, turned, x in zip(g, h, gradients.g, strict=True)]
+        return Evaluation(loss, k, layout, gradients.operators, g, h, root(squared), root(squares))
 
     @contextmanager
-    def _elsewhere(self, go_back: Callable[[], None]) -> Iterator[list[bool]]:
-        """Inside, the parameters may be moved; afterwards they go back, with their gradients, unless that is said."""
-        gradients, stays = [(p, p.grad) for p in self._params], [False]
+    def _parameters_moved(self, move_back: Callable[[], None]) -> Iterator[list[bool]]:
+        """Context manager: inside, the parameters are moved; at the end they and their gradients are put back.
+
+        It yields a list: set ``stay[0] = True`` to leave the parameters and gradients as they are at the end.
+        """
+        gradients, stay = [(p, p.grad) for p in self._params], [False]
         if self._passes.world.overwrites:
             gradients = [(p, None if g is None else g.clone()) for p, g in gradients]
         try:
-            yield stays
+            yield stay
         finally:
-            if not stays[0]:
-                go_back()
+            if not stay[0]:
+                move_back()
                 for p, gradient in gradients:
                     p.grad = gradient
 
     def _put(self, layout: Layout, x: Iterable[Tensor]) -> None:
-        """Move the parameters to a point, of which one entry after the other is made."""
-        own = layout.own()
-        for e, part in enumerate(x):
-            torch._foreach_copy_(own[layout.rows(e)], layout.parts(e, part))
+        layout.put(x)
         self._passes.world.reshard()
 
-    def _swap(self, layout: Layout, kept: Vector) -> None:
-        """Exchange where the parameters are and a point that is kept, one entry after the other."""
-        own = layout.own()
-        for e, x in enumerate(kept):
+    def _swap(self, layout: Layout, other: Vector) -> None:
+        # Exchange the parameters and another point, entry by entry: only one entry is in memory twice.
+        memory = layout.real_parameters()
+        for e, x in enumerate(other):
             point, rows = x.clone(), layout.rows(e)
             x.copy_(layout.entry([p.detach() for p in layout.params[rows]], e))
-            torch._foreach_copy_(own[rows], layout.parts(e, point))
+            torch._foreach_copy_(memory[rows], layout.parts(e, point))
         self._passes.world.reshard()
 
     # Where the step starts from ---------------------------------------------------------------------------------------
 
-    def advance(
+    def choose_start(
         self, state: State, now: Evaluation, batch: Batch, vector: Callable[[str], Vector]
     ) -> tuple[State, Evaluation]:
-        """Decide where to step from. The parameters are there afterwards, and its gradient is in ``.grad``.
+        """Decide where the step starts from, move the parameters there, and leave the gradient there in ``.grad``.
 
         Args:
-            state: what has been learned.
-            now: the batch where the parameters are.
-            batch: evaluates it again.
-            vector: the optimizer's vector of this name: "average", "previous".
+            state: what has been learned so far.
+            now: the batch evaluated where the parameters are.
+            batch: the batch, to be evaluated again.
+            vector: returns a vector of the optimizer by its name, "average" or "previous".
+
+        Returns:
+            The new state, and the batch evaluated where the parameters are afterwards.
         """
         if state.updates == 0:
             if not now.finite or now.norm == 0:
                 return state, now
             state = self._first_point(state, now, batch)
         elif free.alarm(state, now.loss, self._settings):
-            state, now = self._guard(state, now, batch, vector("average"))
+            state, now = self._try_average(state, now, batch, vector("average"))
+        state = free.judge_first(state, now.norm if now.finite else math.nan, self._settings)
         state, looks = free.wants_look_back(state, now.norm if now.finite else math.nan, self._settings)
         return self._look_back(state, now, batch, vector("previous")) if looks else (state, now)
 
     def _first_point(self, state: State, now: Evaluation, batch: Batch) -> State:
-        """Check that the batch can be evaluated again, and measure M by differences of gradients along the first."""
+        """Check that the batch is the same when it is evaluated again; measure M along the first gradient."""
         layout, D, x = now.layout, now.operators, now.layout.point()
-        with self._elsewhere(lambda: self._put(layout, x)):
-            self._refuse_another_batch(now, self.again(batch), batch)
+        with self._parameters_moved(lambda: self._put(layout, x)):
+            self._refuse_another_batch(now, self.evaluate_again(batch), batch)
             (square,) = self.products(layout, lambda e: [(x[e], D[e].flat(x[e]))])
             bracket = probing.first_probe(now.norm, root(square), now.loss)
+            # Probes at x - length D^-1 g/||g||, of lengths that probing finds, until g has changed by about an eighth.
             while not bracket.told and bracket.count < probing.DEFAULTS.probes:
                 share = -self._sign * bracket.length / now.norm
                 directions = (operator.back(operator.divided(h)) for operator, h in zip(D, now.h, strict=True))
                 self._put(layout, (torch.add(a, b, alpha=share) for a, b in zip(x, directions, strict=True)))
-                bracket = probing.next_probe(bracket, self._change(self.again(batch), now))
+                bracket = probing.next_probe(bracket, self._change(self.evaluate_again(batch), now))
         return free.begin(state, bracket.curvature * now.norm, now.norm)
 
-    def _guard(self, state: State, now: Evaluation, batch: Batch, average: Vector) -> tuple[State, Evaluation]:
-        """The loss has jumped: go back to the average if this batch is fine there."""
+    def _try_average(self, state: State, now: Evaluation, batch: Batch, average: Vector) -> tuple[State, Evaluation]:
+        """The loss has jumped: return to the average of the weights if the loss of this batch is low there."""
         layout, x = now.layout, now.layout.point()
-        with self._elsewhere(lambda: self._put(layout, x)) as stays:
+        with self._parameters_moved(lambda: self._put(layout, x)) as stay:
             self._put(layout, average)
-            found = self.again(batch)
-            stays[0] = found.finite and bool(free.confirms(state, now.loss, found.loss, self._settings))
-        return (free.roll_back(state, self._settings), found) if stays[0] else (state, now)
+            there = self.evaluate_again(batch)
+            stay[0] = there.finite and bool(free.confirms(state, now.loss, there.loss, self._settings))
+        return (free.roll_back(state, self._settings), there) if stay[0] else (state, now)
 
     def _look_back(self, state: State, now: Evaluation, batch: Batch, previous: Vector) -> tuple[State, Evaluation]:
-        """Evaluate this batch before the last step as well, and stay there if the step was too long."""
+        """Evaluate the batch before the last step as well; if that step was much too long, stay there."""
         layout, D, x = now.layout, now.operators, previous
-        self._swap(layout, previous)  # the memory of one point is enough for both: x is there now
-        with self._elsewhere(lambda: self._swap(layout, previous)) as stays:
-            found = self.again(batch)
-            here = layout.gather([p.detach() for p in layout.params])
+        # After the swap the memory of ``previous`` holds x, the present point: one vector serves for both points.
+        self._swap(layout, previous)
+        with self._parameters_moved(lambda: self._swap(layout, previous)) as stay:
+            before = self.evaluate_again(batch)
+            point_before = layout.parameters()
 
+            # With the step s = x - x_before, the change y = g - g_before and the gradient q = g_before: <y, s>, <q, s>,
+            # ||y||^2 = <y, D^-1 y> and ||s||^2 = <s, D s>. A generator, so that one temporary is alive at a time.
             def pairs(e: int) -> Iterator[tuple[Tensor, Tensor]]:
-                s, y = torch.sub(x[e], here[e]), torch.sub(now.g[e], found.g[e])
+                s, y = torch.sub(x[e], point_before[e]), torch.sub(now.g[e], before.g[e])
                 yield y, s
-                yield found.g[e], s
-                z = torch.sub(now.h[e], found.h[e]) if D[e].turns else y
+                yield before.g[e], s
+                z = torch.sub(now.h[e], before.h[e]) if D[e].turns else y
                 yield z, D[e].divided(z)
                 t = D[e].turned(s)
                 yield t, D[e].multiplied(t)
 
             ys, qs, yy, ss = self.products(layout, pairs)
             length = root(ss)
-            if math.isfinite(found.loss) and math.isfinite(qs):
+            if math.isfinite(before.loss) and math.isfinite(qs):
                 per = self._sign / length if length > 0 else 0.0
                 along = ys * per if now.finite else math.nan
                 state, rejected = free.look_back(state, along, root(yy), length, qs * per, self._settings)
-                stays[0] = bool(rejected)
-        if not stays[0]:
+                stay[0] = bool(rejected)
+        if not stay[0]:
             return state, now
-        for kept, point in zip(previous, here, strict=True):
-            kept.copy_(point)
-        return state, found
+        for vector, point in zip(previous, point_before, strict=True):
+            vector.copy_(point)
+        return state, before
 
     def _refuse_another_batch(self, now: Evaluation, again: Evaluation, batch: Batch) -> None:
-        """Two evaluations at one point must be the same."""
         share = self._change(again, now)
+        # Written so that a share which is not a number is refused, too.
         if not share <= max(_tolerance(p) for p in now.layout.params):
             who = "the closure" if batch.closure else "loss_fn, the function that backward() was given,"
             raise RuntimeError(
@@ -356,11 +352,11 @@ class Probes:
         return root(*self.products(b.layout, pairs)) / b.norm
 
     def products(self, layout: Layout, pairs: Callable[[int], Iterable[tuple[Tensor, Tensor]]]) -> list[float]:
-        """<a, b> of pairs of vectors, over all tensors and ranks.
+        """<a, b> of several pairs of vectors, over all tensors and ranks.
 
         Args:
             layout: the parameters.
-            pairs: makes the pairs of one entry: they are needed one after the other.
+            pairs: ``pairs(e)`` yields entry e of a and b of each pair.
         """
         world = self._passes.world
         alone = not world.spread
@@ -371,17 +367,11 @@ class Probes:
         return world.total(layout.params, torch.stack([torch.cat(column) for column in columns])).sum(1).tolist()
 
 
-def _sum(losses: list[Any]) -> Any:
-    return losses[0] if len(losses) == 1 else sum(losses[1:], losses[0])
-
-
 def root(square: float) -> float:
-    """The square root; of what is no square it is not a number."""
-    return math.sqrt(square) if square >= 0 else math.nan
+    return math.sqrt(square) if square >= 0 else math.nan  # nan for nan, too
 
 
 def loss_of(result: Any) -> float:
-    """What a closure returned, as a number."""
     if isinstance(result, Tensor) and result.numel() == 1:
         return float(result.detach())
     if isinstance(result, Real) and not isinstance(result, bool):
@@ -390,6 +380,7 @@ def loss_of(result: Any) -> float:
 
 
 def _tolerance(p: Tensor) -> float:
-    """By how much two gradients of the same batch may differ: kernels on accelerators add in any order."""
+    # The relative difference of two gradients of one batch that is taken for rounding: some kernels of accelerators add
+    # in another order each time.
     rounding = math.sqrt(torch.finfo(p.dtype).eps)
     return rounding if p.device.type == "cpu" else max(rounding, 0.01)

@@ -1,8 +1,8 @@
-"""Making a call again so that nobody notices: the same random numbers, and no statistics updated twice.
+"""Repeat a call without side effects: with the same random numbers, and without a second update of buffers.
 
-The optimizer without M evaluates one batch at two points. Dropout must drop the same units at both, or the difference
-of the gradients is noise; BatchNorm's running statistics must move once; autocast must cast the weights of the moment;
-and the random numbers that the program draws afterwards must be those that it would have drawn without the second call.
+SGDOLFree evaluates some batches at two points. Dropout must drop the same units at both, or the difference of the
+gradients is noise. BatchNorm's running statistics must be updated once. Autocast must cast the weights at each point.
+The random numbers that the program draws afterwards must be those that it would have drawn without the second call.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ __all__ = ["INTERESTED", "RUNNING", "Buffers", "Replay", "interested"]
 
 HOST = torch.device("cpu")
 
-RUNNING: dict[int, Replay] = {}
-"""The call that is being made now, by thread."""
+RUNNING: dict[int, Replay] = {}  # by thread the call that it is running
 
+# Of every optimizer that may repeat a call; weak, so that an optimizer is not kept alive.
 INTERESTED: weakref.WeakValueDictionary[int, Buffers] = weakref.WeakValueDictionary()
-"""The buffers that optimizers know which may want a call to be made again."""
 
 
 def interested() -> list[Buffers]:
-    """Those of :data:`INTERESTED` that are still there."""
-    # A list of references is made at once: another thread may be constructing an optimizer.
-    return [some for some in (reference() for reference in INTERESTED.valuerefs()) if some is not None]
+    # valuerefs() copies at once, while iterating would fail if another thread constructed an optimizer.
+    return [buffers for buffers in (reference() for reference in INTERESTED.valuerefs()) if buffers is not None]
 
 
 class _Saved(NamedTuple):
-    """A buffer of a module as it was."""
+    """A buffer of a module, and a copy of its value."""
 
     owner: weakref.ref[torch.nn.Module]
     name: str
@@ -44,7 +42,7 @@ class _Saved(NamedTuple):
     value: Tensor
 
     def restore(self) -> bool:
-        """Make it again what it was; whether it had changed."""
+        # Returns whether the buffer had changed.
         module = self.owner()
         if module is None or self.name not in module._buffers:
             return False
@@ -58,57 +56,50 @@ class _Saved(NamedTuple):
 
 
 class Buffers:
-    """Which buffers move in a forward, as far as an optimizer has seen; it exists as long as the optimizer does.
+    """The buffers that a forward may update: all at first, then those that a repeated call has been seen to update.
+
+    An optimizer that repeats calls has one of these.
 
     Args:
-        params: the optimizer's parameters, on whose devices random numbers may be drawn.
+        params: the optimizer's parameters. The devices they are on are those whose random numbers are repeated.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        self._params = params
+        self.params = params
         self._modules: list[weakref.ref[torch.nn.Module]] | None = None
         self._moving: list[tuple[weakref.ref[torch.nn.Module], str]] = []
-        self.known = False
-        """Whether a call has shown which move."""
+        self._learned = False  # whether self._moving is known
         INTERESTED[id(self)] = self
 
-    @property
-    def devices(self) -> set[torch.device]:
-        """The accelerators."""
-        return {p.device for p in self._params if p.device.type not in ("cpu", "meta")}
-
     def saved(self) -> list[_Saved]:
-        """Those that are known to move, as they are; all, as long as that is not known."""
-        if not self.known:
+        if not self._learned:
             return self.all()
         owners = ((owner(), name) for owner, name in self._moving)
         return [saved for module, name in owners if module is not None for saved in _save(module, name)]
 
     def all(self) -> list[_Saved]:
-        """The buffers of every module that existed at the first call, as they are."""
         if self._modules is None:
-            # A hook on modules would not see inside of compiled ones, and would have them compiled again. type() and
-            # not isinstance(), which asks an object for its class: that may be code of somebody's.
+            # All live modules, because a hook on modules would not see inside compiled ones, and would make torch
+            # compile them again. type(m), because isinstance() runs an object's own __class__, which may do anything.
             alive = gc.get_objects()
             self._modules = [weakref.ref(m) for m in alive if issubclass(type(m), torch.nn.Module) and m._buffers]
         owners = [owner() for owner in self._modules]
         return [saved for m in owners if m is not None for name in m._buffers for saved in _save(m, name)]
 
-    def learn(self, moved: Iterable[_Saved]) -> None:
-        """A second call has moved these."""
-        found = [(saved.owner, saved.name) for saved in moved]
-        self._moving += [one for one in found if one not in self._moving]
-        self.known = True
+    def learn(self, changed: Iterable[_Saved]) -> None:
+        moving = [(saved.owner, saved.name) for saved in changed]
+        self._moving += [pair for pair in moving if pair not in self._moving]
+        self._learned = True
 
 
 class Replay:
-    """A call that runs backward passes, and what it starts from: it can be made again from there.
+    """A call that runs backward passes, with the random numbers, buffers and autocast that it started from.
 
     Args:
-        call: runs the passes, and returns their loss.
-        buffers: of the optimizers that may want it again.
-        passes: how many backward passes it runs, if that is known.
-        whole: whether that is as many as were asked for.
+        call: runs the backward passes and returns the loss.
+        buffers: of each optimizer that may repeat the call.
+        passes: how many backward passes the call runs, if that is known.
+        whole: False if the batch had fewer samples than passes were asked for.
     """
 
     def __init__(
@@ -116,68 +107,69 @@ class Replay:
     ) -> None:
         self._call, self._buffers = call, buffers
         self.passes, self.whole = passes, whole
-        self.loss: Any = None
-        """What the first call returned; None if it raised an error."""
+        self.loss: Any = None  # of the first call; None if it raised an error
         self._scale: Any = 1.0
-        self._accelerators = sorted({device for some in buffers for device in some.devices}, key=str)
+        devices = {p.device for one in buffers for p in one.params}
+        self._accelerators = sorted((d for d in devices if d.type not in ("cpu", "meta")), key=str)
         self._random: dict[torch.device, Tensor] = {}
         self._casts: list[dict[str, Any]] = []
         self._before: list[_Saved] = []
 
     def first(self) -> Any:
-        """Make the call for the first time: what it returned."""
         self._random = _random_states(self._accelerators)
         self._casts = _autocast_states({HOST, *self._accelerators})
-        self._before = [saved for some in self._buffers for saved in some.saved()]
-        with self._here():
+        self._before = [saved for buffers in self._buffers for saved in buffers.saved()]
+        with self._running():
             self.loss = self._call()
         return self.loss
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Take back what the first call did to buffers: statistics of values that are not finite never recover."""
+        """Restore the buffers from before the first call: running statistics that are not finite never recover."""
         for saved in self._before:
             saved.restore()
 
     def again(self) -> Any:
-        """Make the call with the same random numbers and buffers; afterwards nothing shows that it was made."""
-        after = _random_states(self._accelerators)
-        now = [saved for some in self._buffers for saved in some.all()]
+        """Repeat the call with the same random numbers and buffers, and restore those of now afterwards."""
+        random_now = _random_states(self._accelerators)
+        # All buffers, also those that no call was seen to change: this call may be the first to do it.
+        buffers_now = [saved for buffers in self._buffers for saved in buffers.all()]
         _set_random_states(self._random)
-        self.undo()  # spectral_norm and its like read what the first call wrote
-        # A cast of the weights where they were must not be used where they are now, nor the other way round.
+        self.undo()  # a forward may read the buffers that it updates, as spectral_norm does
+        # The cache holds casts of the weights at the other point.
         torch.clear_autocast_cache()
         with ExitStack() as stack:
-            stack.enter_context(self._here())
+            stack.enter_context(self._running())
             for state in self._casts:
                 stack.enter_context(torch.autocast(**state))
             try:
                 return self._call()
             finally:
                 torch.clear_autocast_cache()
-                _set_random_states(after)
+                _set_random_states(random_now)
                 with torch.no_grad():
-                    moved = [saved for saved in now if saved.restore()]
-                for some in self._buffers:
-                    some.learn(moved)
+                    changed = [saved for saved in buffers_now if saved.restore()]
+                for buffers in self._buffers:
+                    buffers.learn(changed)
 
     @property
     def scale(self) -> float:
-        """What losses are multiplied by before they are differentiated: a GradScaler's factor."""
+        """The factor of a GradScaler: what the loss was multiplied by before its backward."""
         return float(self._scale)
 
-    def begun(self, gradient: Tensor) -> None:
-        """A backward pass of this call has begun: the gradient of its loss."""
+    def on_backward(self, gradient: Tensor) -> None:
+        """Hook on the loss, whose gradient is the factor that a GradScaler has multiplied it by."""
         self._scale = gradient.detach()
-        self.joined()
+        self._mark_thread()
 
-    def joined(self) -> None:
-        """A thread of autograd's has begun to run the passes of this call: an accelerator has its own."""
+    def _mark_thread(self) -> None:
+        # Hooks on parameters look here for the call that their backward belongs to. On an accelerator they run in a
+        # thread of autograd, which the hook on the loss marks.
         RUNNING[threading.get_ident()] = self
 
     @contextmanager
-    def _here(self) -> Iterator[None]:
-        self.joined()
+    def _running(self) -> Iterator[None]:
+        self._mark_thread()
         try:
             yield
         finally:
@@ -193,7 +185,6 @@ def _save(module: torch.nn.Module, name: str) -> list[_Saved]:
 
 
 def _random_states(accelerators: Iterable[torch.device]) -> dict[torch.device, Tensor]:
-    """The states of the generators that dropout may use: the host's, and those of these devices."""
     states = {HOST: torch.get_rng_state()}
     for device in accelerators:
         states[device] = torch.get_device_module(device).get_rng_state(device)
@@ -209,7 +200,6 @@ def _set_random_states(states: dict[torch.device, Tensor]) -> None:
 
 
 def _autocast_states(devices: Iterable[torch.device]) -> list[dict[str, Any]]:
-    """Arguments of ``torch.autocast`` that make it what it is now."""
     return [
         {
             "device_type": kind,

@@ -327,8 +327,8 @@ class SGDOL(WatchingOptimizer):
             self._warnings.held(groups)
         else:
             gradients = contributions.take(layout, world, pooled=pooled)
-            if contributions.distorted or world.remarks or not self._warnings.several:
-                self._warnings.taken(contributions.distorted, world.remarks)
+            if contributions.distorted or world.warnings or not self._warnings.several:
+                self._warnings.taken(contributions.distorted, world.warnings)
         if passes.left_over:
             self._warnings.not_zeroed()
         passes.reset(used=True)
@@ -383,7 +383,7 @@ class SGDOL(WatchingOptimizer):
         catalogue = self._catalogue
         self._pair = HeldPair(self.param_groups, self.state, self._metrics, self._world)
         self._directions = Directions(
-            catalogue.asks, lambda group: isinstance(catalogue.metric_of(group), Euclidean), self._world
+            catalogue.uses_hindsight, lambda group: isinstance(catalogue.metric_of(group), Euclidean), self._world
         )
 
     def _measured(self) -> Measured:

@@ -74,7 +74,7 @@ def move(
         gate: whether the update counts.
         units: what weight_decay of each of the optimizer's groups is multiplied by; None for 1.
     """
-    params = layout.params if layout.plain else layout.own()
+    params = layout.params if layout.plain else layout.real_parameters()
     for e, entry in enumerate(layout.entries):
         group = layout.groups[entry.group]
         decay = group["weight_decay"] * (1.0 if units is None else units[layout.places[entry.group]])

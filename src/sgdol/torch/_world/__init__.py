@@ -1,6 +1,6 @@
-"""Who shares a parameter: nobody, data-parallel ranks, or ranks that have pieces of it.
+"""Who shares the parameters: nobody, data-parallel ranks (DDP), or ranks that have pieces of them (FSDP2).
 
-A new engine is one file here: a :class:`World` that knows its ranks and sums over them, and a line in :class:`Finder`.
+A new engine is one file here, with a :class:`World` that sums over its ranks, and a line in :class:`Finder`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
-from sgdol.torch._world._alone import Alone, Listener, Own, Tap, World
+from sgdol.torch._world._alone import Alone, Listener, LocalSums, Tap, World
 from sgdol.torch._world._ddp import DataParallel, Unwrapped, find_wrapper, wrappings
 from sgdol.torch._world._fsdp import Measured, Sharded
 from sgdol.torch._world._pieces import (
@@ -28,8 +28,8 @@ __all__ = [
     "ORDINARY",
     "Finder",
     "Listener",
+    "LocalSums",
     "Measured",
-    "Own",
     "Tap",
     "World",
     "fitted",
@@ -44,24 +44,23 @@ __all__ = [
 
 _ALONE = Alone()
 
+# Builds of torch without torch.distributed have no is_initialized(); bool() is False.
 is_distributed: Callable[[], bool] = dist.is_initialized if dist.is_available() else bool
-"""Whether there is a process group. (Builds of torch without torch.distributed have none.)"""
 
 
 def several() -> bool:
-    """Whether there are other ranks."""
     return is_distributed() and dist.get_world_size() > 1
 
 
 class Finder:
-    """Finds out in which world an optimizer is, and again when that may have changed.
+    """Finds the world of an optimizer, and finds it again when it may have changed.
 
-    A model is usually wrapped after its optimizer was made, or the other way round; process groups come and go.
+    A model may be wrapped before or after its optimizer is constructed, and process groups are created and destroyed.
 
     Args:
         params: all parameters of the optimizer.
-        measured: what is measured of gradients that are in pieces (see ``_fsdp``).
-        optimizer: whose they are.
+        measured: what is measured of sharded gradients (see ``_fsdp``).
+        optimizer: the optimizer; it is not kept alive.
     """
 
     def __init__(self, params: list[Tensor], measured: Measured, optimizer: object) -> None:
@@ -71,21 +70,21 @@ class Finder:
         self._wrappings = -1
         self._sharded: World | None = Sharded(params, measured, self._name) if any(map(is_sharded, params)) else None
         self._found: World | None = self._sharded
+        # The world whose hooks see gradients arrive. It is known at once: DistributedDataParallel needs no other
+        # hooks than a single process.
         self.here: World = _ALONE if self._sharded is None else self._sharded
-        """Where gradients arrive: as far as can be told before any has."""
 
     @property
     def world(self) -> World:
-        """Where the optimizer is now."""
         if not several():
             return self.here
-        if self._wrappings != wrappings():
+        if self._wrappings != wrappings():  # the search is slow: it asks the garbage collector
             self._wrappings = wrappings()
-            self._found = self._look()
+            self._found = self._find()
         assert self._found is not None
         return self._found
 
-    def _look(self) -> World:
+    def _find(self) -> World:
         wrapper = find_wrapper(self._params, self._optimizer(), self._name)
         if self._sharded is not None:
             if wrapper is not None:

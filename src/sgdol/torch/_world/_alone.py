@@ -1,4 +1,4 @@
-"""One process that has its parameters and their gradients to itself; what every other world is in part."""
+"""The world of a single process, which is the base class of every other one, and the hooks that see gradients."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from torch.nn.parameter import is_lazy
 
 from sgdol.torch._world._pieces import is_sharded, placed_like, plain
 
-__all__ = ["Alone", "Listener", "Own", "Tap", "World"]
+__all__ = ["Alone", "ArrivalHook", "Listener", "LocalSums", "Tap", "World"]
 
 
 class Listener(Protocol):
-    """Who wants to know of gradients on their way to one parameter."""
+    """Is told of the gradients of one parameter."""
 
     def arrived(self, gradient: Tensor) -> None:
-        """This rank's own gradient is there, and is about to be added to ``.grad``."""
+        """A backward is about to add this gradient to ``.grad``; no other rank has a part in it."""
 
     def begun(self) -> None:
-        """A backward is about to reach the parameter, but what it brings will be known only after :meth:`reduced`."""
+        """A backward is about to reach the parameter; its gradient will be known after :meth:`reduced`."""
 
     def reduced(self) -> None:
-        """The gradient, averaged over the ranks, has been added to ``.grad``."""
+        """The gradient, averaged over the ranks, was added to ``.grad``."""
 
 
 class Tap:
-    """A hook in front of a leaf's gradient accumulator, which sees each backward's own gradient.
+    """A hook in front of a leaf's gradient accumulator: it sees the gradient of each backward before it is added up.
 
-    Autograd keeps an accumulator only as long as somebody does, and gives a leaf whose data change kind a new one.
+    The tap holds the accumulator, because autograd drops one that nobody holds, and the hook with it. A leaf whose
+    shape, type or device changes gets another accumulator.
     """
 
     __slots__ = ("_handle", "_kind", "_node")
@@ -42,7 +43,6 @@ class Tap:
         self._handle: Any = None
 
     def attach(self, leaf: Tensor, hook: Any) -> None:
-        """Be in front of this leaf, if not so already."""
         kind = self._kind_of(leaf)
         if kind == self._kind:
             return
@@ -58,7 +58,6 @@ class Tap:
                 self._handle = self._node.register_prehook(hook)
 
     def current(self, leaf: Tensor) -> bool:
-        """Whether the leaf is still of the kind in front of which this is."""
         return self._kind is None or self._kind == self._kind_of(leaf)
 
     @staticmethod
@@ -66,88 +65,87 @@ class Tap:
         return id(leaf), leaf.dtype, leaf.device, None if is_lazy(leaf) else leaf.shape
 
     def remove(self) -> None:
-        """Take the hook away."""
         if self._handle is not None:
             self._handle.remove()
-        self._kind = self._handle = self._node = None  # an accumulator that nobody keeps is made anew
+        self._kind = self._handle = self._node = None
 
 
-class Own(NamedTuple):
-    """What one rank knows of the contributions to some parameters; one column, or one tensor, for each of them."""
+class LocalSums(NamedTuple):
+    """Sums of one rank over its contributions to some parameters; :meth:`World.share` makes them sums over all ranks.
 
-    rows: Tensor
-    """Shape (any, parameters): sums over this rank's pieces; over whole tensors, when shared."""
-    q: Tensor
-    """The sum of the squared norms of its own contributions; over all ranks in the scale of ``.grad``, when shared."""
-    seen: Tensor
-    """1 where a backward pass has reached the parameter, else 0; on how many ranks, when shared."""
-    squares: list[Tensor]
-    """The same as q per coordinate, of those parameters for which it is known."""
-    passes: int
-    """How many backward passes there were: on all ranks the same number, or it is an error."""
+    Each has one column, or one tensor, per parameter.
+    """
+
+    rows: Tensor  # shape (any, parameters): any sums over this rank's pieces of tensors
+    q: Tensor  # sum of the squared norms of the contributions; after share() in the scale of .grad
+    seen: Tensor  # 1 where a backward pass has reached the parameter, else 0; after share() the number of such ranks
+    squares: list[Tensor]  # q per coordinate, for the parameters for which it is known
+    passes: int  # backward passes; must be the same on all ranks
 
 
 class World:
-    """Who shares the parameters: how many ranks have gradients of their own, and how to sum over all of them.
+    """The ranks that share the parameters: which of them have gradients of their own, and sums over all of them.
 
-    This one is alone.
+    This class is the world of a single process.
     """
 
-    ranks: int = 1
-    """How many ranks have an independent gradient in each backward."""
-    alone: bool = True
-    """Whether neither gradients nor pieces of parameters are on other ranks."""
-    overwrites: bool = False
-    """Whether a backward may write to the memory of gradients that earlier ones have left."""
-    spread: bool = False
-    """Whether parameters are in pieces on several ranks."""
-    remarks: tuple[str, ...] = ()
-    """What the user should be told, once, when backward passes are taken for independent gradients."""
+    ranks: int = 1  # ranks that have an independent gradient in each backward
+    alone: bool = True  # no other rank has gradients or pieces of these parameters
+    overwrites: bool = False  # a backward may write to the memory of an earlier .grad
+    spread: bool = False  # parameters are in pieces on several ranks
+    # For the user, once, when several backward passes are counted as independent gradients.
+    warnings: tuple[str, ...] = ()
 
     def tap(self, param: Tensor, tap: Tap, listener: Listener) -> None:
-        """Let the listener know of this parameter's gradients from now on."""
+        """Call the listener for all gradients of this parameter from now on."""
         if param.requires_grad and param.is_leaf:
-            tap.attach(param, arriving(listener, param))
+            tap.attach(param, ArrivalHook(listener, param))
 
     def reduces(self, param: Tensor) -> bool:
-        """Whether somebody writes ``.grad`` who may keep back what is not reduced over the ranks yet."""
+        """Whether ``.grad`` of this parameter is written by an engine, which may hold back what is not reduced yet."""
         return False
 
     def waits(self, param: Tensor) -> bool:
-        """Whether the contribution of a backward cannot be read off ``.grad`` when it has ended."""
+        """Whether ``.grad`` after a backward is the mean over the ranks, not this rank's contribution."""
         return False
 
     def total(self, params: list[Tensor], rows: Tensor) -> Tensor:
-        """Sums over whole tensors, from sums over this rank's pieces: shape (any, parameters)."""
+        """Sums over whole tensors from sums over this rank's pieces, both of shape (any, parameters)."""
         return rows
 
-    def share(self, params: list[Tensor], own: Own) -> Own:
-        """Everything that sums over ranks need, in one message: all that this rank knows becomes what all know."""
-        return own
+    def share(self, params: list[Tensor], sums: LocalSums) -> LocalSums:
+        """The sums of this rank -> the sums of all ranks, in one message."""
+        return sums
 
     def mean(self, *values: float) -> list[float]:
-        """The means over the ranks of numbers that each has of its own data: on all ranks the same."""
+        """Means over the ranks of numbers that each has computed from its own data."""
         return list(values)
 
     def averages(self, param: Tensor) -> bool:
-        """Whether ``.grad`` is the mean of what the ranks had."""
+        """Whether ``.grad`` of this parameter is a mean over ranks (of a single process: over itself)."""
         return True
 
     def reshard(self) -> None:
-        """Let everybody who keeps a copy of the parameters fetch them anew: they have been written to."""
+        """To be called after writing to the parameters: engines drop the copies that they have of them."""
 
 
 Alone = World
 
 
-class _Arriving:
-    """The hook of one leaf; a DTensor's gradient is cut as the leaf is."""
+class ArrivalHook:
+    """Hook in front of a leaf's accumulator, which tells the listener of each gradient, or of a piece of it.
+
+    Args:
+        listener: is told.
+        leaf: the leaf; the gradient of a DTensor is distributed as the leaf is.
+        cut: (dimension, start, length) of each cut that leaves the piece; None for the whole gradient.
+    """
 
     __slots__ = ("_cut", "_leaf", "_listener")
 
-    def __init__(self, listener: Listener, leaf: Tensor, cut: list[tuple[int, int, int]] | None) -> None:
+    def __init__(self, listener: Listener, leaf: Tensor, cut: list[tuple[int, int, int]] | None = None) -> None:
         self._listener, self._cut = listener, cut
-        self._leaf = weakref.ref(leaf) if is_sharded(leaf) else None
+        self._leaf = weakref.ref(leaf) if is_sharded(leaf) else None  # weak: the leaf's accumulator has this hook
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         gradient = gradients[0]
@@ -160,14 +158,3 @@ class _Arriving:
                 piece = piece.narrow(dimension, start, length)
             piece = piece.clone()  # a view would keep the whole gradient alive
         self._listener.arrived(piece)
-
-
-def arriving(listener: Listener, leaf: Tensor, cut: list[tuple[int, int, int]] | None = None) -> Any:
-    """The hook that tells the listener of gradients that arrive at this leaf, or of a piece of them.
-
-    Args:
-        listener: who wants to know.
-        leaf: where they arrive.
-        cut: (dimension, start, length) of each cut that leaves the piece; None for all of the gradient.
-    """
-    return _Arriving(listener, leaf, cut)

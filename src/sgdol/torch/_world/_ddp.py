@@ -1,8 +1,8 @@
 """Data-parallel ranks, each of them one independent gradient.
 
-Under DistributedDataParallel every rank computes the gradient of its own data, and backward leaves their mean in
-``.grad``. The hooks have seen the rank's own gradient before that, so all the optimizer still needs from the other
-ranks is the sum of their squares: a number per tensor.
+Under DistributedDataParallel every rank computes the gradient of its own data, and backward leaves the mean of them in
+``.grad``. The optimizer's hooks see the rank's own gradient before it is averaged. What the optimizer needs from the
+other ranks is the sum of their squared norms: one number per tensor.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from sgdol.torch._world._alone import Own, World
+from sgdol.torch._world._alone import LocalSums, World
 
 __all__ = ["DataParallel", "Unwrapped", "check_counts", "find_wrapper", "wrappings"]
 
+# Communication hooks of torch that return the mean over the ranks, up to rounding.
 FAITHFUL = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
-"""Communication hooks that return the mean of what the ranks had, up to rounding."""
 
 
 class DataParallel(World):
-    """The processes that average the gradients of the parameters.
+    """The ranks of a DistributedDataParallel module.
 
     Args:
-        wrapper: the module that does.
-        name: of the optimizer, for what the user is told.
+        wrapper: the module.
+        name: the name of the optimizer, for messages.
     """
 
-    overwrites = True  # gradients may be views of buckets
+    overwrites = True  # .grad may be a view of a bucket, which the next backward fills
 
     def __init__(self, wrapper: DistributedDataParallel, name: str) -> None:
         self._group = wrapper.process_group
@@ -45,7 +45,7 @@ class DataParallel(World):
         hooks = [getattr(hook, "__name__", repr(hook)) for hook, _ in getattr(wrapper, "_comm_hooks", ())]
         unknown = next((hook for hook in hooks if hook not in FAITHFUL), None)
         if unknown is not None:
-            self.remarks = (
+            self.warnings = (
                 f"DistributedDataParallel averages gradients with the communication hook {unknown}. {name} "
                 "measures noise on what the ranks had before, which is right if the hook returns their mean, as "
                 "fp16_compress_hook and bf16_compress_hook do up to rounding. PowerSGD and others that leave part of "
@@ -53,26 +53,24 @@ class DataParallel(World):
             )
 
     def waits(self, param: Tensor) -> bool:
-        """``.grad`` is the mean over the ranks, not what this one had."""
         return True
 
-    def share(self, params: list[Tensor], own: Own) -> Own:
-        """One all-reduce: of two numbers per tensor, or of the size of the gradient. All ranks have the same rows."""
+    def share(self, params: list[Tensor], sums: LocalSums) -> LocalSums:
         self._refuse_join()
-        counts = own.q.new_tensor([own.passes, own.passes**2])
-        parts = [own.q, own.seen, counts]
-        if own.squares:
-            like = own.squares[0]
-            parts = [part.to(like) for part in (*(s.reshape(-1) for s in own.squares), *parts)]
+        counts = sums.q.new_tensor([sums.passes, sums.passes**2])
+        parts = [sums.q, sums.seen, counts]
+        if sums.squares:  # as large as the gradient: one message of their type
+            like = sums.squares[0]
+            parts = [part.to(like) for part in (*(s.reshape(-1) for s in sums.squares), *parts)]
         flat = torch.cat(parts)
         dist.all_reduce(flat, group=self._group)
         check_counts(flat[-2:], self.ranks)
         *squares, q, seen, _ = flat.split([part.numel() for part in parts])
-        squares = [(s / self.ranks**2).view(o.shape).to(o) for s, o in zip(squares, own.squares, strict=True)]
-        return own._replace(q=(q / self.ranks**2).to(own.q), seen=seen.to(own.q), squares=squares)
+        # A contribution to the mean is 1/ranks of a rank's gradient. The rows are sums over .grad, equal on all ranks.
+        squares = [(s / self.ranks**2).view(o.shape).to(o) for s, o in zip(squares, sums.squares, strict=True)]
+        return sums._replace(q=(q / self.ranks**2).to(sums.q), seen=seen.to(sums.q), squares=squares)
 
     def mean(self, *values: float) -> list[float]:
-        """One all-reduce of a few numbers."""
         self._refuse_join()
         device = next(self._wrapper().parameters()).device  # type: ignore[union-attr]
         total = torch.tensor(values, dtype=torch.float64, device=device)
@@ -80,7 +78,8 @@ class DataParallel(World):
         return (total / self.ranks).tolist()
 
     def _refuse_join(self) -> None:
-        """Ranks that have run out of inputs answer for DistributedDataParallel, not for this sum: it would hang."""
+        # Inside join() ranks without inputs take part in the all-reduces of DistributedDataParallel, not in ours, which
+        # would wait for ever.
         config = getattr(self._wrapper(), "_join_config", None)
         if config is not None and config.enable and not config.throw_on_early_termination:
             raise NotImplementedError(
@@ -91,10 +90,10 @@ class DataParallel(World):
 
 
 class Unwrapped(World):
-    """One of several ranks, but nothing that averages gradients over them."""
+    """One of several ranks whose gradients no engine averages."""
 
     def __init__(self, name: str) -> None:
-        self.remarks = (
+        self.warnings = (
             f"{name} runs on several ranks without DistributedDataParallel around its parameters, so the noise that "
             "it sees is that of its own rank's microbatches. If gradients are averaged by hand, the ranks will "
             "drift apart: use DistributedDataParallel, or one backward() per step(). Ignore this if every rank trains "
@@ -103,13 +102,11 @@ class Unwrapped(World):
 
 
 def check_counts(sums: Tensor, ranks: int) -> None:
-    """See that all ranks had the same number of passes, from the sums of the numbers and of their squares.
-
-    All ranks come to the same conclusion. An accelerator is not waited for.
-    """
-    if sums.device.type != "cpu":
+    """Raise unless all ranks ran the same number of passes, given the sums of these numbers and of their squares."""
+    if sums.device.type != "cpu":  # an accelerator is not waited for
         return
     total, squares = sums.tolist()
+    # Equality in Cauchy and Schwarz: r sum n^2 = (sum n)^2. All ranks have the same sums, so all raise or none.
     if round(ranks * squares) != round(total) ** 2:
         raise RuntimeError(
             f"all ranks must run the same number of backward passes before step(): {ranks} ranks ran {round(total)} in "
@@ -118,28 +115,29 @@ def check_counts(sums: Tensor, ranks: int) -> None:
 
 
 def find_wrapper(params: list[Tensor], optimizer: object, name: str) -> DistributedDataParallel | None:
-    """The DistributedDataParallel module that owns these parameters.
+    """The DistributedDataParallel module of these parameters, or None.
 
-    It leaves no mark on a parameter, and an optimizer is given parameters, not modules. The garbage collector knows
-    every live module; it is asked once, and again when a model has been wrapped since.
+    A wrapper leaves no mark on a parameter, and an optimizer is given parameters, not modules: the garbage collector,
+    which knows every live object, is asked for the module.
     """
-    found = _wrappers_and_refusals(params, optimizer, name)
-    if len(found) > 1:  # one that has been replaced may be garbage which is not collected yet
-        found.clear()
+    wrappers = _find_wrappers(params, optimizer, name)
+    if len(wrappers) > 1:  # one that the program has replaced may not be collected yet
+        wrappers.clear()
         gc.collect()
-        found = _wrappers_and_refusals(params, optimizer, name)
-    return max(found, key=lambda wrapper: _ORDER.get(wrapper, 0), default=None)
+        wrappers = _find_wrappers(params, optimizer, name)
+    return max(wrappers, key=lambda wrapper: _ORDER.get(wrapper, 0), default=None)
 
 
-def _wrappers_and_refusals(params: list[Tensor], optimizer: object, name: str) -> list[DistributedDataParallel]:
+def _find_wrappers(params: list[Tensor], optimizer: object, name: str) -> list[DistributedDataParallel]:
+    # Raises for engines that are not supported.
     ids = {id(p) for p in params}
-    found = []
+    wrappers = []
     zero = _imported("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
     flat = _imported("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
     for candidate in gc.get_objects():
         if issubclass(type(candidate), DistributedDataParallel):
             if any(id(p) in ids for p in candidate.module.parameters()):
-                found.append(candidate)
+                wrappers.append(candidate)
         elif issubclass(type(candidate), zero) and getattr(candidate, "optim", None) is optimizer:
             raise NotImplementedError(
                 f"{name} does not run inside ZeroRedundancyOptimizer: every rank would see the gradients of its own "
@@ -151,16 +149,15 @@ def _wrappers_and_refusals(params: list[Tensor], optimizer: object, name: str) -
                 f"{name} does not support FullyShardedDataParallel (FSDP1), whose parameters do not tell what they are "
                 "pieces of: use fully_shard (FSDP2)"
             )
-    return found
+    return wrappers
 
 
-_WRAPPED = [0]
-_ORDER: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-_WATCHING: list[Any] = []
+_WRAPPED = [0]  # how often a model was wrapped in DistributedDataParallel since wrappings() was first called
+_ORDER: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()  # the last wrapper is in use
+_WATCHING: list[Any] = []  # the handle of the hook below
 
 
 def wrappings() -> int:
-    """How many modules have been wrapped in DistributedDataParallel since the first time that this was asked."""
     if not _WATCHING:
         _WATCHING.append(register_module_module_registration_hook(_note))
     return _WRAPPED[0]
@@ -173,5 +170,5 @@ def _note(module: torch.nn.Module, name: str, submodule: torch.nn.Module) -> Non
 
 
 def _imported(module: str, name: str) -> tuple[type, ...]:
-    """A class, if the program has imported it."""
+    # The class, if the program has imported it, for issubclass(): importing it here would take time.
     return (getattr(sys.modules[module], name),) if module in sys.modules else ()

@@ -1,20 +1,20 @@
-"""Parameters that are spread over ranks: DTensors, as fully_shard (FSDP2) and tensor parallelism make them.
+"""Sharded parameters: DTensors, as fully_shard (FSDP2) and tensor parallelism make them.
 
-Sums over a whole tensor are sums over its pieces: one all-reduce of a few numbers per tensor.
+A sum over a tensor is the sum over its pieces: one all-reduce of a few numbers per tensor.
 
-Under fully_shard a module computes with unsharded parameters, ordinary leaves of the autograd graph that are
-registered in the module while it runs. A hook in front of such a leaf's gradient accumulator sees what every backward
-computed on this rank, before the gradients of all ranks are averaged and scattered: each rank is one independent
-gradient, as it is under DistributedDataParallel, whether the backward communicates or not.
+Under fully_shard a module computes with unsharded parameters. These are ordinary leaves of the autograd graph, and are
+registered in the module while it runs. A hook in front of such a leaf's gradient accumulator sees what a backward has
+computed on this rank, before the gradients of all ranks are averaged and scattered. So each rank is one independent
+gradient, as under DistributedDataParallel, whether the backward communicates or not.
 
-What is measured of such a gradient is one of three (:data:`Measured`, known here and nowhere else):
+What is measured of such a gradient is one of three (:data:`Measured`):
 
 * "whole": the sum over the rank's whole gradient, in Euclid's norm.
-* "piece": in a metric, whose diagonal is in pieces like the parameter, the sum over the piece that the rank has of the
-  parameter, times the number of pieces. Ranks draw their data from one distribution, so which of them measures a
-  coordinate makes no difference to the mean: the estimate is unbiased, and costs no message.
+* "piece": in a metric, whose diagonal is sharded like the parameter, the sum over the rank's piece of the parameter,
+  times the number of pieces. The ranks draw their data from one distribution, so the estimate is unbiased whichever
+  rank measures a coordinate, and it costs no message.
 * "mean": what each backward adds to the sharded ``.grad``. Then a backward is one gradient, whatever the number of
-  ranks. For what has to be known per coordinate, and for the paper's two gradients.
+  ranks. This is for one step size per coordinate, and for the paper's estimator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sgdol.torch._world._alone import Listener, Own, Tap, World, arriving
+from sgdol.torch._world._alone import ArrivalHook, Listener, LocalSums, Tap, World
 from sgdol.torch._world._ddp import check_counts
 from sgdol.torch._world._pieces import is_sharded, local, whole
 
@@ -36,34 +36,30 @@ __all__ = ["Measured", "Sharded"]
 Measured = Literal["whole", "piece", "mean"]
 
 
-class _Spread(NamedTuple):
-    """How one parameter lies on the ranks."""
+class _Distribution(NamedTuple):
+    """How one parameter is distributed over the ranks."""
 
-    pieces: int
-    """On how many ranks the distinct pieces of the parameter are."""
-    ranks: int
-    """How many ranks have a gradient of their own data; 0 if nobody averages them."""
-    measured: int
-    """On how many ranks the distinct pieces of what is measured of one rank's own gradient are."""
-    module: Any
-    """The module that averages them."""
+    pieces: int  # distinct pieces of the parameter
+    ranks: int  # ranks whose gradients fully_shard averages; 0 if it does not manage the parameter
+    measured: int  # distinct pieces of what is measured of one rank's gradient
+    module: Any  # the fully_shard module
 
 
 class Sharded(World):
-    """The ranks over which some parameters are spread.
+    """The ranks that have the pieces of sharded parameters.
 
     Args:
-        params: all parameters of the optimizer; some or all are DTensors.
+        params: all parameters of the optimizer; at least one is a DTensor.
         measured: what is measured of gradients.
-        name: of the optimizer, for what the user is told.
+        name: the name of the optimizer, for messages.
     """
 
     spread, alone = True, False
 
     def __init__(self, params: list[Tensor], measured: Measured, name: str) -> None:
         self._params = params
-        self._measured, self._own = measured, measured != "mean"
-        self._spread = {p: _Spread(_pieces(p), 0, 0, None) for p in params}
+        self._measured, self._per_rank = measured, measured != "mean"
+        self._distributions = {p: _Distribution(_pieces(p), 0, 0, None) for p in params}
         self._modules = _owned_parameters({id(p) for p in params})
         self._managed = {p for owned in self._modules.values() for *_, p in owned}
         self._listeners: dict[Tensor, Listener] = {}
@@ -82,97 +78,90 @@ class Sharded(World):
         weakref.finalize(self, _remove, self._handles, self._leaves)
 
     def tap(self, param: Tensor, tap: Tap, listener: Listener) -> None:
-        """Of a parameter that fully_shard manages: at the leaves that its module computes with."""
-        if param not in self._managed:
+        if param not in self._managed:  # of a managed one, _leaf_found() taps the leaves that its module computes with
             super().tap(param, tap, listener)
         elif param not in self._listeners and param.requires_grad:
             self._listeners[param] = listener
-            if not self._own:
+            if not self._per_rank:
                 self._handles.append(param.register_post_accumulate_grad_hook(lambda _: listener.reduced()))
 
-    def _found(self, module: Any, param: Tensor, leaf: Tensor) -> None:
-        """A module starts to compute with the leaf in place of the parameter."""
+    def _leaf_found(self, module: Any, param: Tensor, leaf: Tensor) -> None:
+        # The module is about to compute with the unsharded leaf. With tensor parallelism that is a DTensor itself, over
+        # ``others`` ranks that compute one gradient together.
         others = whole(leaf).device_mesh.size() if is_sharded(leaf) else 1
         ranks = whole(param).device_mesh.size() // others
-        self._spread[param] = _Spread(
+        self._distributions[param] = _Distribution(
             _pieces(param), ranks, _pieces(leaf if self._measured == "whole" else param), module
         )
         listener = self._listeners.get(param)
         if listener is not None and leaf.requires_grad:
             cut = _cut(param, leaf) if self._measured == "piece" else None
             tap = self._leaves.setdefault(param, Tap())
-            tap.attach(leaf, arriving(listener, leaf, cut) if self._own else lambda _: listener.begun())
+            tap.attach(leaf, ArrivalHook(listener, leaf, cut) if self._per_rank else lambda _: listener.begun())
 
     def reduces(self, param: Tensor) -> bool:
-        """fully_shard keeps what it has not reduced yet to itself."""
         return param in self._managed
 
     def waits(self, param: Tensor) -> bool:
-        """``.grad`` is, or will be, the mean over the ranks."""
-        return param in self._managed and self._own
+        return param in self._managed and self._per_rank
 
     @property
     def ranks(self) -> int:  # type: ignore[override]
-        """How many ranks have an independent gradient in each backward."""
-        return (max((s.ranks for s in self._spread.values()), default=1) or 1) if self._own else 1
+        return max([1, *(d.ranks for d in self._distributions.values())]) if self._per_rank else 1
 
     def averages(self, param: Tensor) -> bool:
-        """Whether fully_shard does: also parameters that it does not manage may be here."""
-        return self.ranks == 1 or self._spread[param].ranks > 0
+        return self.ranks == 1 or self._distributions[param].ranks > 0  # parameters that are not managed may be here
 
     def reshard(self) -> None:
-        """Let every module gather its parameters anew: some may have kept a copy."""
         for module in self._modules:
             module.reshard()
 
     def mean(self, *values: float) -> list[float]:
-        """Over all ranks: of those that share one gradient all have the same loss, up to rounding."""
+        # Over all ranks: those that compute one gradient together have the same loss.
         like = torch.tensor(values, dtype=torch.float64)
         return (self._sum(like) / self._reduction()[1]).tolist()
 
     def total(self, params: list[Tensor], rows: Tensor) -> Tensor:
-        """Over all pieces, each counted once."""
         size = self._reduction()[1]
-        pieces = rows.new_tensor([self._spread[p].pieces / size for p in params])
+        # Each distinct piece is on size/pieces ranks, and has to be counted once.
+        pieces = rows.new_tensor([self._distributions[p].pieces / size for p in params])
         return self._sum(rows * pieces)
 
-    def share(self, params: list[Tensor], own: Own) -> Own:
-        """One all-reduce for everything; squares per coordinate are those of averaged gradients already."""
+    def share(self, params: list[Tensor], sums: LocalSums) -> LocalSums:
+        # sums.squares, per coordinate, are those of averaged gradients (measured="mean") and stay as they are.
         size = self._reduction()[1]
-        spread = [self._spread[p] for p in params]
-        pieces = own.rows.new_tensor([s.pieces / size for s in spread])
-        weights = own.rows.new_tensor([_weight(s) / size for s in spread]) if self._own else pieces
-        passes = torch.full_like(own.q, own.passes)
-        flat = self._sum(torch.stack([*(own.rows * pieces), own.q * weights, own.seen, passes, passes.square()]))
+        distributions = [self._distributions[p] for p in params]
+        pieces = sums.rows.new_tensor([d.pieces / size for d in distributions])
+        weights = sums.rows.new_tensor([_weight(d) / size for d in distributions]) if self._per_rank else pieces
+        passes = torch.full_like(sums.q, sums.passes)
+        flat = self._sum(torch.stack([*(sums.rows * pieces), sums.q * weights, sums.seen, passes, passes.square()]))
         check_counts(flat[-2:, 0], size)
         *rows, q, seen, _, _ = flat.unbind()
-        return own._replace(rows=torch.stack(rows), q=q, seen=seen)
+        return sums._replace(rows=torch.stack(rows), q=q, seen=seen)
 
     def _sum(self, flat: Tensor) -> Tensor:
         group, size = self._reduction()
         if size == 1:
             return flat
-        moved = flat.to(_reduction_device(self._params, flat.device), copy=True)
+        moved = flat.to(_reduction_device(self._params, flat.device), copy=True)  # all_reduce writes to it
         dist.all_reduce(moved, group=group)
         return moved.to(flat.device)
 
     def _reduction(self) -> tuple[dist.ProcessGroup | None, int]:
-        """The process group of all ranks that have pieces, and its size."""
         if self._group is None:
             meshes = [whole(p).device_mesh for p in self._params if is_sharded(p)]
             ranks = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
-            alike = [mesh for mesh in meshes if mesh.ndim == 1 and mesh.size() == len(ranks)]
-            if alike:
-                self._group = alike[0].get_group(), len(ranks)
+            whole_meshes = [mesh for mesh in meshes if mesh.ndim == 1 and mesh.size() == len(ranks)]
+            if whole_meshes:
+                self._group = whole_meshes[0].get_group(), len(ranks)
             elif len(ranks) == dist.get_world_size():
-                self._group = None, len(ranks)
+                self._group = None, len(ranks)  # the default group
             else:
                 self._group = dist.new_group(ranks, use_local_synchronization=True), len(ranks)
         return self._group
 
 
 def _pieces(tensor: Tensor) -> int:
-    """How many distinct pieces a tensor has."""
     if not is_sharded(tensor):
         return 1
     mesh, product = whole(tensor).device_mesh, 1
@@ -183,44 +172,48 @@ def _pieces(tensor: Tensor) -> int:
 
 def _cut(param: Tensor, leaf: Tensor) -> list[tuple[int, int, int]]:
     """Where this rank's piece of a parameter is in the leaf: (dimension, start, length) of each cut."""
-    dtensor, found = whole(param), []
+    dtensor, cuts = whole(param), []
     inner = whole(leaf).device_mesh.ndim if is_sharded(leaf) else 0  # fully_shard cuts what tensor parallelism has cut
     for d, placement in enumerate(dtensor.placements[: dtensor.device_mesh.ndim - inner]):
         if not placement.is_replicate():
             size = local(leaf.detach()).shape[placement.dim]
+            # As torch.chunk does it: pieces of ceil(size/ranks), the last ones shorter or empty.
             share = -(-size // dtensor.device_mesh.size(d))
             start = min(share * dtensor.device_mesh.get_local_rank(d), size)
-            found.append((placement.dim, start, min(share, size - start)))
-    return found
+            cuts.append((placement.dim, start, min(share, size - start)))
+    return cuts
 
 
-def _weight(spread: _Spread) -> float:
-    """What the sum over all ranks of their own sums of squares is to be multiplied by, but for the number of ranks."""
-    if not spread.ranks:
-        return spread.pieces
-    return spread.ranks * spread.measured / _divisor(spread) ** 2
+def _weight(distribution: _Distribution) -> float:
+    """The factor of the mean over all ranks of their q: ranks * measured / divisor^2.
+
+    A contribution to ``.grad`` is 1/divisor of the rank's gradient, and each rank measures 1/measured of it.
+    """
+    if not distribution.ranks:
+        return distribution.pieces
+    return distribution.ranks * distribution.measured / _divisor(distribution) ** 2
 
 
-def _divisor(spread: _Spread) -> float:
-    """What the sum of the ranks' gradients has been divided by: their number, unless the user has said otherwise."""
+def _divisor(distribution: _Distribution) -> float:
+    # fully_shard divides the sum over the ranks by their number, unless set_gradient_divide_factor() was called.
     try:
-        groups = spread.module._get_fsdp_state()._fsdp_param_groups
-    except AttributeError:  # how set_gradient_divide_factor keeps its value is torch's own business
-        return spread.ranks
+        groups = distribution.module._get_fsdp_state()._fsdp_param_groups
+    except AttributeError:  # torch keeps that factor in a private place, which may change
+        return distribution.ranks
     factors = [getattr(group, "gradient_divide_factor", None) for group in groups]
-    return spread.ranks if not factors or factors[0] is None else factors[0]
+    return distribution.ranks if not factors or factors[0] is None else factors[0]
 
 
 def _reduction_device(params: list[Tensor], device: torch.device) -> torch.device:
-    """Where numbers have to be to be reduced: on the mesh's kind of device, also if parameters are offloaded."""
+    # The process groups of a mesh reduce tensors of its kind of device; offloaded parameters are on the host.
     kinds = {whole(p).device_mesh.device_type for p in params if is_sharded(p)}
     return device if device.type in kinds else torch.device(kinds.pop())
 
 
 def _owned_parameters(ids: set[int]) -> dict[Any, list[tuple[torch.nn.Module, str, Tensor]]]:
-    """Which of these parameters each fully_shard module has to itself: (module, name of the attribute, parameter).
+    """For each fully_shard module the parameters that it manages, as (owning submodule, attribute name, parameter).
 
-    An optimizer is given parameters, not modules; the garbage collector knows every live module.
+    An optimizer is given parameters, not modules: the garbage collector, which knows every live object, is asked.
     """
     if not dist.is_available():
         return {}
@@ -237,12 +230,12 @@ def _owned_parameters(ids: set[int]) -> dict[Any, list[tuple[torch.nn.Module, st
 
 
 def _within(module: torch.nn.Module, kind: type) -> list[torch.nn.Module]:
-    """The module and those inside it, but for other modules of this kind and what is inside them."""
-    found = [module]
+    # Without submodules of this kind, which manage their own parameters.
+    modules = [module]
     for child in module.children():
         if not isinstance(child, kind):
-            found += _within(child, kind)
-    return found
+            modules += _within(child, kind)
+    return modules
 
 
 def _on_forward(world: weakref.ref[Sharded], owned: list[tuple[torch.nn.Module, str, Tensor]]) -> Any:
@@ -254,7 +247,7 @@ def _on_forward(world: weakref.ref[Sharded], owned: list[tuple[torch.nn.Module, 
         for owner, name, param in owned:
             leaf = getattr(owner, name)
             if leaf is not param:
-                here._found(module, param, leaf)
+                here._leaf_found(module, param, leaf)
 
     return before_forward
 

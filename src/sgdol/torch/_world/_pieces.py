@@ -1,7 +1,7 @@
-"""Pieces of tensors: a DTensor's on this rank; an ordinary tensor is its own piece.
+"""This rank's pieces of tensors: of a DTensor its local tensor; an ordinary tensor is its own piece.
 
-Every rank works on its own piece of each tensor. The optimizer's own tensors (momentum, held gradient, per-coordinate
-sums, the metric's roots) are DTensors like the parameter, so that they are sharded, saved and loaded like it.
+Every rank computes with its own piece of each tensor. The optimizer's state of a sharded parameter consists of DTensors
+like the parameter, so that it is saved and loaded as the parameter is.
 """
 
 from __future__ import annotations
@@ -25,59 +25,59 @@ __all__ = [
     "whole",
 ]
 
+# The usual types, which are asked for first, because this is done for every parameter in every step.
 ORDINARY = frozenset({Tensor, Parameter})
-"""What most tensors are: these are let through first, on the way of every parameter in every step."""
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor: a piece of a tensor that several ranks have together."""
+    # Whether it is a DTensor, without importing that class, which takes time.
     return type(tensor) not in ORDINARY and hasattr(tensor, "device_mesh")
 
 
 def whole(tensor: Tensor) -> Any:
-    """The same tensor, as a DTensor; importing that class takes its time, so that nobody does who has none."""
+    # For type checkers: a DTensor has attributes that Tensor has not.
     return tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's piece, for reading and writing; an ordinary tensor is its own piece. To be called without grad."""
+    """This rank's piece, for reading and writing. To be called under ``torch.no_grad()``."""
     if type(tensor) in ORDINARY:
         return tensor
     return whole(tensor).to_local() if is_sharded(tensor) else plain(tensor)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The same memory without a subclass that only adds methods; one with kernels of its own stays what it is."""
+    """The tensor as a ``torch.Tensor`` if its class only adds methods; one with kernels of its own stays as it is."""
     bare = type(tensor) not in ORDINARY and type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
     return tensor.as_subclass(Tensor) if bare else tensor
 
 
 def placed_like(tensor: Tensor, owner: Tensor) -> Tensor:
-    """This rank's piece of a tensor, cut as the owner is: tensor parallelism leaves some gradients as partial sums."""
+    """This rank's piece of a tensor such as a gradient, distributed as the parameter ``owner`` is."""
     if not is_sharded(tensor):
         return tensor
     if is_sharded(owner) and whole(tensor).placements != whole(owner).placements:
+        # Tensor parallelism leaves some gradients as partial sums.
         tensor = whole(tensor).redistribute(whole(owner).device_mesh, whole(owner).placements)
     piece = local(tensor)
-    return piece.wait() if hasattr(piece, "wait") else piece
+    return piece.wait() if hasattr(piece, "wait") else piece  # it may still be on its way
 
 
 def real_view(tensor: Tensor) -> Tensor:
-    """The tensor, complex numbers seen as pairs of real ones; writing to the view writes to the tensor."""
+    # A complex tensor as pairs of real numbers in the same memory.
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def piece_of(tensor: Tensor, param: Tensor) -> Tensor:
-    """This rank's real piece of a tensor that belongs to the parameter, such as its gradient; not to be written to."""
+    """This rank's real piece of a tensor that belongs to a parameter, such as its gradient. Read-only."""
     piece = plain(placed_like(tensor, param))
     return real_view(piece.resolve_conj())  # autograd may leave a complex gradient as a lazy conjugate
 
 
 def like_parameter(piece: Tensor, param: Tensor) -> Tensor:
-    """A tensor of this piece on this rank, spread over the ranks as the parameter is.
+    """A tensor distributed as the parameter is, of which ``piece`` is this rank's piece.
 
-    It has the parameter's shape, or, for a complex parameter whose real and imaginary parts are apart, one dimension
-    more.
+    It has the parameter's shape, or one more dimension of 2 if the pieces of a complex parameter are pairs of reals.
     """
     if not is_sharded(param):
         return piece
@@ -91,7 +91,7 @@ def like_parameter(piece: Tensor, param: Tensor) -> Tensor:
 
 
 def fitted(value: Tensor, param: Tensor) -> Tensor:
-    """A copy of a loaded value, spread over the ranks as the parameter is; a single number stays one."""
+    """A copy of a loaded value on the parameter's device, distributed as the parameter is; a scalar stays a scalar."""
     if is_sharded(value) and not is_sharded(param):
         value = whole(value).full_tensor()
     if is_sharded(param) and value.dim():
