@@ -79,7 +79,7 @@ INSTEAD = {
     "dampening": "its momentum is that of SGD without dampening; leave it out",
     "eps": "its divisors are never 0; leave eps out",
     "amsgrad": "metric='adagrad' weights all past gradients equally, which has the same purpose",
-    "fused": "foreach=True updates many tensors at once",
+    "fused": "many tensors are updated at once anyway; leave it out",
     "capturable": "step() never waits for a device",
     "differentiable": "step() cannot be differentiated through",
 }

@@ -102,8 +102,7 @@ class SGDOL(WatchingOptimizer):
         metric: the norm in which gradients are measured and directions made: ``"euclidean"``, ``"rms"``, ``"adagrad"``,
             ``"kronecker"`` or an object of :mod:`sgdol.metrics`.
         maximize: maximise the objective instead of minimising it.
-        foreach: update many tensors at once (more memory, fewer kernel launches) or one by one; None for the usual
-            choice on the device.
+        foreach: accepted as in torch.optim; it makes no difference here.
 
     >>> import torch
     >>> _ = torch.manual_seed(0)
