@@ -74,15 +74,9 @@ OF_A_GROUP = {
     "tensor lr": {"lr": torch.tensor(1e-2)},
     "coordinate": {"granularity": "coordinate"},
     "most of them": {
-        "granularity": "tensor",
-        "momentum": 0.5,
-        "bias_correction": True,
-        "statistics": "gradient",
-        "epoch": 3,
-        "weight_decay": 0.1,
-        "averaging": 8.0,
-        "learner": OnlineGradientDescent(),
-        "metric": RMS(decay=0.9),
+        option: value
+        for option, value in ANOTHER.items()
+        if option not in ("alpha", "kappa", "estimator", "maximize", "foreach")
     },
     "all of the paper's": {**PAPER, "statistics": "gradient", "granularity": "coordinate"},
 }

@@ -74,7 +74,7 @@ LEARNED_WITH = (
 
 # What to do in place of other optimizers' options.
 INSTEAD = {
-    "betas": "give the first one as momentum; metric='rms' takes the place of the second",
+    "betas": "give the first one as momentum; the metric takes the place of the second",
     "nesterov": "its momentum is ordinary (heavy-ball) momentum; leave nesterov out",
     "dampening": "its momentum is that of SGD without dampening; leave it out",
     "eps": "its divisors are never 0; leave eps out",
