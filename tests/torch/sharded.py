@@ -55,3 +55,14 @@ def replicas(kind: str, world: int) -> int:
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def placed(net, opt) -> bool:
+    """Whether every state is spread as its parameter is."""
+    sharded = [p for p in net.parameters() if isinstance(p, DTensor)]
+    return all(s.placements == p.placements for p in sharded for s in opt.state.get(p, {}).values() if s.dim())
+
+
+def copies(params) -> list[torch.Tensor]:
+    """The whole values of tensors, of which ranks may have pieces."""
+    return [full(p.detach()).clone() for p in params]

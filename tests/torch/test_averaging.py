@@ -1,16 +1,18 @@
-"""Averages of the iterates, through torch's AveragedModel as users do."""
+"""Averages of the iterates: through torch's AveragedModel as users do, and those that the optimizers keep."""
 
+import contextlib
+import gc
 import math
 
 import numpy as np
 import pytest
 import torch
+from loops import batch, both, feed, fit, flat, net_closure, network, plain, said
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from sgdol import SGDOL
+from sgdol import SGDOL, SGDOLFree
 from sgdol.torch import averaged_weights, backward, polynomial_average, random_iterate
-
-pytestmark = pytest.mark.filterwarnings("ignore:SGDOL got one backward")  # pairs are among what is tested
 
 
 class Two(torch.nn.Module):
@@ -39,7 +41,7 @@ def averaged(values, avg_fn, dtype: torch.dtype = torch.float64) -> AveragedMode
 
 def everything(average: AveragedModel) -> np.ndarray:
     """All entries; the scalar's sign is turned back."""
-    return np.append(average.module.matrix.detach().numpy().ravel(), -average.module.scalar.item())
+    return np.append(average.module.matrix.detach().double().numpy().ravel(), -average.module.scalar.item())
 
 
 def iterates(count: int) -> list[float]:
@@ -55,22 +57,16 @@ def weights_of_the_recursion(power: float, count: int) -> list[float]:
     return [w[t] * math.prod(1 - w_j for w_j in w[t + 1 :]) for t in range(count)]
 
 
-@pytest.mark.parametrize("count", [2, 3, 20])
-@pytest.mark.parametrize("power", [1.0, 2.5, 8.0])
-def test_a_polynomial_average_is_the_weighted_mean_of_its_recursion(power, count):
-    values = iterates(count)
-    expected = np.dot(weights_of_the_recursion(power, count), values)
-    np.testing.assert_allclose(everything(averaged(values, polynomial_average(power))), expected, rtol=0, atol=1e-14)
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 20])
-@pytest.mark.parametrize("power", [0.0, 1.0, 2.5, 8.0])
-def test_a_polynomial_average_is_the_weighted_mean_in_single_precision(power, count):
+@pytest.mark.parametrize("power", [0.0, 2.5, 8.0])
+def test_a_polynomial_average_is_the_weighted_mean_of_its_recursion(power, count):
+    """Single precision: 20 updates of numbers of order one, each with three roundings of 6e-8."""
     values = iterates(count)
     expected = np.dot(weights_of_the_recursion(power, count), values)
-    found = everything(averaged(values, polynomial_average(power), torch.float32))
-    # 20 updates of numbers of order one, each with three roundings of 6e-8.
-    np.testing.assert_allclose(found, expected, rtol=0, atol=4e-6)
+    for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 4e-6), (torch.bfloat16, 0.1)):
+        average = averaged(values, polynomial_average(power), dtype)
+        assert {p.dtype for p in average.module.parameters()} == {dtype}
+        np.testing.assert_allclose(everything(average), expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("power", [0, 1, 2, 5])
@@ -84,17 +80,6 @@ def test_the_weights_of_an_integer_power_are_rising_factorials(power):
         unit = [float(t == j) for j in range(count)]
         found = everything(averaged(unit, polynomial_average(power)))
         np.testing.assert_allclose(found, expected[t], rtol=1e-13)
-
-
-@pytest.mark.parametrize("power", [0.0, 8.0])
-def test_the_average_of_equal_iterates_is_that_iterate(power):
-    np.testing.assert_array_equal(everything(averaged([0.3] * 50, polynomial_average(power))), 0.3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_averages_keep_the_type_of_the_parameters(dtype):
-    average = averaged(iterates(3), polynomial_average(2), dtype)
-    assert {p.dtype for p in average.module.parameters()} == {dtype}
 
 
 @pytest.mark.parametrize("power", [-1.0, math.inf, math.nan])
@@ -113,34 +98,24 @@ def drawn(seed: int, count: int) -> int:
     return int(found[0])
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_all_parameters_hold_the_same_iterate(seed):
-    drawn(seed, count=15)
-
-
 def test_the_held_iterate_is_one_of_those_seen():
     values = iterates(10)
     assert everything(averaged(values, random_iterate(3)))[0] in values
-
-
-def test_the_first_iterate_is_held_when_it_is_the_only_one():
     assert {drawn(seed, count=1) for seed in range(20)} == {1}
 
 
-@pytest.mark.parametrize(("count", "threshold"), [(2, 10.83), (4, 16.27), (6, 20.52)])
+@pytest.mark.parametrize(("count", "threshold"), [(2, 10.83), (6, 20.52)])
 def test_the_held_iterate_is_uniform_at_every_moment_of_a_run(count, threshold):
-    # Pearson's chi-square with 1, 3 and 5 degrees of freedom: above this with probability 0.1 % if uniform. The seeds
+    # Pearson's chi-square with 1 and 5 degrees of freedom: above this with probability 0.1 % if uniform. The seeds
     # are fixed, so it never fails by chance.
     counts = np.bincount([drawn(seed, count) for seed in range(400)], minlength=count + 1)[1:]
     assert np.sum((counts - 400 / count) ** 2 / (400 / count)) < threshold
 
 
-def test_the_same_seed_holds_the_same_iterate():
-    assert [drawn(seed, count=30) for seed in range(5)] == [drawn(seed, count=30) for seed in range(5)]
-
-
-def test_different_seeds_hold_different_iterates():
-    assert len({drawn(seed, count=100) for seed in range(10)}) > 5
+def test_the_seed_decides_which_iterate_is_held():
+    held = [drawn(seed, count=100) for seed in range(10)]
+    assert held == [drawn(seed, count=100) for seed in range(10)]
+    assert len(set(held)) > 5
 
 
 def test_the_draw_does_not_touch_the_global_generators():
@@ -184,54 +159,111 @@ def two_models(use_buffers=False):
     return model, average
 
 
-def test_averaged_weights_are_there_inside_and_gone_outside():
-    model, average = two_models()
-    before = [p.detach().clone() for p in model.parameters()]
-    with averaged_weights(model, average):
-        assert all(torch.equal(p, q + 1) for p, q in zip(model.parameters(), before, strict=True))
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-
-
-def test_averaged_weights_are_taken_out_again_after_an_error():
-    model, average = two_models()
-    before = model[0].weight.detach().clone()
-    with pytest.raises(RuntimeError, match="evaluation"), averaged_weights(model, average):
-        raise RuntimeError("evaluation")
-    assert torch.equal(model[0].weight, before)
-
-
 @pytest.mark.parametrize("use_buffers", [False, True])
-def test_buffers_are_put_in_only_where_they_are_averaged(use_buffers):
+def test_averaged_weights_are_there_inside_and_gone_outside_also_after_an_error(use_buffers):
+    """Buffers are put in only where they are averaged."""
     model, average = two_models(use_buffers)
-    with averaged_weights(model, average):
-        assert model[1].running_mean.tolist() == ([1.0] * 3 if use_buffers else [0.0] * 3)
+    before = flat(model.parameters())
+    with contextlib.suppress(KeyError), averaged_weights(model, average):
+        assert torch.equal(flat(model.parameters()), flat(average.module.parameters()))
+        assert model[1].running_mean.tolist() == [float(use_buffers)] * 3
+        raise KeyError
+    assert torch.equal(flat(model.parameters()), before)
     assert model[1].running_mean.tolist() == [0.0] * 3
 
 
-def test_training_goes_on_as_if_nothing_had_been_put_in():
-    def trained(look: bool) -> torch.Tensor:
-        torch.manual_seed(0)
-        x = torch.nn.Linear(2, 1)
-        average = AveragedModel(x, avg_fn=polynomial_average())
-        opt = SGDOL(x.parameters(), lr=0.1)
-        for _ in range(6):
-            (x(torch.randn(4, 2)) - 1).square().mean().backward()
-            if look:
-                with averaged_weights(x, average):
-                    x(torch.ones(1, 2))
-            opt.step()
-            opt.zero_grad()
-            average.update_parameters(x)
-        return x.weight.detach()
-
-    assert torch.equal(trained(True), trained(False))
+# Those that the optimizers keep ---------------------------------------------------------------------------------------
 
 
-# SGDOL(averaging=...) -------------------------------------------------------------------------------------------------
+def averaging(make):
+    """The options with which an optimizer has an average."""
+    return {} if make is SGDOLFree else {"averaging": 8.0}
+
+
+def trained(make, steps=12, net=None):
+    net = net or network()
+    opt = make(net.parameters(), **averaging(make))
+    fit(net, opt, range(steps))
+    return net, opt
+
+
+@both
+def test_the_average_is_there_inside_and_the_weights_outside_also_after_an_error(make):
+    net, opt = trained(make)
+    last, average = flat(net.parameters()), flat(opt.state[p]["average"] for p in net.parameters())
+    assert not torch.equal(last, average)
+    with contextlib.suppress(KeyError), opt.averaged():
+        assert torch.equal(flat(net.parameters()), average)
+        with torch.no_grad():
+            net[0].weight.fill_(7.0)
+        raise KeyError
+    assert torch.equal(flat(net.parameters()), last)
+    fit(net, opt, [12])  # and training goes on, as if nobody had looked
+    other, twin = trained(make)
+    fit(other, twin, [12])
+    assert torch.equal(flat(net.parameters()), flat(other.parameters()))
+
+
+@both
+def test_nothing_but_evaluating_and_saving_is_done_inside(make):
+    net, opt = trained(make, 3)
+    with opt.averaged():
+        with pytest.raises(RuntimeError, match=r"step\(\) inside averaged\(\)"):
+            fit(net, opt, [3])
+        with pytest.raises(RuntimeError, match="does not nest"), opt.averaged():
+            pass
+    opt.zero_grad()
+    fit(net, opt, [3])
+
+
+@both
+def test_the_averaged_state_of_a_model_has_the_averages_and_leaves_the_model_as_it_is(make):
+    net, opt = trained(make)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    saved = opt.averaged_state_dict(net)
+    with opt.averaged():
+        expected = {name: value.clone() for name, value in net.state_dict().items()}
+        inside = opt.averaged_state_dict(net)
+    assert saved.keys() == inside.keys() == before.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)
+    assert all(torch.equal(inside[name], expected[name]) for name in saved)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("steps", [0, 10])
+@both
+def test_inference_mode_around_the_average_leaves_ordinary_tensors(make, steps):
+    """The state was made or replaced inside, and the next return to the average raised."""
+    net, opt = trained(make, steps, plain())
+    with torch.inference_mode(), opt.averaged():
+        inside = net(batch(0))
+    with opt.averaged():
+        assert torch.equal(inside, net(batch(0)))
+    with torch.inference_mode():
+        opt.averaged_state_dict(net)
+    fit(net, opt, range(12 - steps))
+    assert not any(v.is_inference() for held in opt.state.values() for v in held.values())
+    if make is SGDOLFree:
+        rollbacks = opt.diagnostics()["rollbacks"]
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(100)
+        opt.moved()
+        fit(net, opt, [0])  # the loss has jumped: back to the average
+        assert opt.diagnostics()["rollbacks"] == rollbacks + 1
+
+
+@both
+def test_a_skipped_update_adds_nothing_to_the_average(make):
+    net, opt = trained(make, 3, plain())
+    before = flat(opt.state[p]["average"] for p in net.parameters())
+    opt.step(net_closure(opt, net, batch(3) * math.nan))
+    assert opt.diagnostics()["skipped"] == 1
+    assert torch.equal(flat(opt.state[p]["average"] for p in net.parameters()), before)
 
 
 def two_parameters(dtype=torch.float64):
-    return [torch.nn.Parameter(torch.ones(3, dtype=dtype)), torch.nn.Parameter(torch.ones((), dtype=dtype))]
+    return [nn.Parameter(torch.ones(3, dtype=dtype)), nn.Parameter(torch.ones((), dtype=dtype))]
 
 
 def steps(opt, params, count, seed=0):
@@ -241,25 +273,12 @@ def steps(opt, params, count, seed=0):
     for _ in range(count):
         for _ in range(2):
             for p in params:
-                noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-                ((p * p.detach() + p * noise.to(p.dtype)).sum().real / 2).backward()
+                noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+                ((p * p.detach() + p * noise).sum() / 2).backward()
         opt.step()
         opt.zero_grad()
         seen.append([p.detach().clone() for p in params])
     return seen
-
-
-def test_an_update_that_is_skipped_adds_nothing_to_the_average():
-    params = two_parameters()
-    opt = SGDOL(params, lr=0.1, averaging=8)
-    steps(opt, params, 3)
-    before = [opt.state[p]["average"].clone() for p in params]
-    for g in (math.nan, 1.0):
-        for p in params:
-            (p * g).sum().backward()
-    opt.step()
-    assert opt.diagnostics()["skipped"] == 1
-    assert all(torch.equal(opt.state[p]["average"], b) for p, b in zip(params, before, strict=True))
 
 
 def test_a_parameter_that_rests_is_averaged_too():
@@ -285,48 +304,15 @@ def test_averages_of_half_precision_are_kept_in_single(dtype):
         assert params[0].dtype == dtype
 
 
+@pytest.mark.filterwarnings("ignore:SGDOL got one backward")
 def test_complex_parameters_are_averaged_as_they_are():
-    params = [torch.nn.Parameter(torch.tensor([1 + 2j], dtype=torch.complex128))]
-    opt = SGDOL(params, lr=0.1, averaging=0)
+    x = nn.Parameter(torch.tensor([1 + 2j], dtype=torch.complex128))
+    opt = SGDOL([x], lr=0.1, averaging=0)
     seen = []
     for g in (1 + 1j, 0.5j, 2.0 + 0j, -1j):
-        for scale in (1.0, 1.5):
-            params[0].grad = torch.tensor([g * scale], dtype=torch.complex128)
-            opt.step()
-        seen.append(params[0].detach().clone())
-    torch.testing.assert_close(opt.state[params[0]]["average"], torch.stack(seen).mean(0))
-
-
-def test_what_is_done_inside_is_undone_also_after_an_error():
-    params = two_parameters()
-    opt = SGDOL(params, lr=0.1, averaging=8)
-    steps(opt, params, 2)
-    last = [p.detach().clone() for p in params]
-
-    def fail():
-        with opt.averaged():
-            with torch.no_grad():
-                params[0].fill_(7.0)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert all(torch.equal(p, x) for p, x in zip(params, last, strict=True))
-    steps(opt, params, 1)  # and training goes on
-
-
-def test_training_inside_is_refused():
-    params = two_parameters()
-    opt = SGDOL(params, lr=0.1, averaging=8)
-    with opt.averaged(), pytest.raises(RuntimeError, match=r"step\(\) inside averaged\(\)"):
-        opt.step()
-
-
-def test_nesting_is_refused():
-    params = two_parameters()
-    opt = SGDOL(params, lr=0.1, averaging=8)
-    with opt.averaged(), pytest.raises(RuntimeError, match="does not nest"), opt.averaged():
-        pass
+        feed(opt, x, g, 1.5 * g)
+        seen.append(x.detach().clone())
+    torch.testing.assert_close(opt.state[x]["average"], torch.stack(seen).mean(0))
 
 
 def test_averaged_without_averages_says_what_to_do():
@@ -334,25 +320,18 @@ def test_averaged_without_averages_says_what_to_do():
         pass
 
 
-def test_before_the_first_update_the_average_is_the_weights():
-    params = two_parameters()
-    with SGDOL(params, lr=0.1, averaging=8).averaged():
-        assert torch.equal(params[0], torch.ones(3).double())
-
-
-def test_the_averaged_state_of_a_model_has_the_averages_and_leaves_the_model_as_it_is():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    opt = SGDOL(model.parameters(), lr=0.1, averaging=0)
-    for _ in range(3):
-        backward(lambda x: (model(x) * x[:, :2]).mean(), torch.randn(8, 3))
+@pytest.mark.parametrize(("steps", "asked", "sentences"), [(500, False, 1), (500, True, 0), (499, False, 0)])
+def test_an_average_that_nobody_has_used_is_said_when_the_optimizer_goes(steps, asked, sentences):
+    x = torch.zeros(2, requires_grad=True)
+    opt = SGDOLFree([x], metric="euclidean")
+    for t in range(steps):
+        backward(lambda noise: (x - noise).square().mean(), torch.tensor([[t % 3], [t % 5]]) * 1.0)
         opt.step()
         opt.zero_grad()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    saved = opt.averaged_state_dict(model)
-    with opt.averaged():
-        expected = {name: value.clone() for name, value in model.state_dict().items()}
-    assert saved.keys() == before.keys()
-    assert all(torch.equal(saved[name], expected[name]) for name in saved)
-    assert not torch.equal(saved["0.weight"], before["0.weight"])
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    if asked:
+        with opt.averaged():
+            pass
+    with said() as heard:
+        del opt
+        gc.collect()
+    assert [f"{steps} steps, and its averaged weights" in one for one in heard] == [True] * sentences

@@ -1,87 +1,133 @@
-"""BatchNorm sees every sample once: its running statistics are those of one pass over the batches as they were run."""
+"""BatchNorm sees every sample once: its running statistics are those of one evaluation of the batches as they were run.
+
+SGDOLFree runs some batches again: at another point, or at the average.
+"""
 
 import copy
+import math
 
 import pytest
 import torch
-from closures import closure_of, one_step
-from torch.nn.functional import cross_entropy
+from loops import OPTIMIZERS, batch, fit, net_closure, network, pairs
+from torch import nn
 
-from sgdol import SGDOL
+from sgdol import SGDOLFree
+from sgdol.torch import backward
 
 pytestmark = pytest.mark.filterwarnings("ignore:SGDOL got one backward")  # pairs are among what is tested
 
-BATCHES = 6
+
+def by_backward(net, opt, t):
+    fit(net, opt, [t])
 
 
-def build() -> torch.nn.Sequential:
-    """The first BatchNorm sees the data themselves, so that its statistics do not depend on how the others train."""
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3)
-    )
+def by_closure(net, opt, t):
+    opt.step(net_closure(opt, net, batch(t, dtype=torch.float32)))
 
 
-@pytest.fixture
-def batches():
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (3 + 2 * torch.randn(8, 5, generator=generator), torch.randint(3, (8,), generator=generator))
-        for _ in range(BATCHES)
-    ]
+def by_pairs(net, opt, t):
+    pairs(net, opt, [t])
 
 
-def microbatches(model, opt, batches):
-    for inputs, targets in batches:
-        one_step(opt, (cross_entropy(model(x), y) / 2 for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True)))
-    return [x for inputs, _ in batches for x in inputs.chunk(2)]
+def as_it_is(net):
+    return net
 
 
-def consecutive_batches(model, opt, batches):
-    for x, y in batches:
-        opt.zero_grad()
-        cross_entropy(model(x), y).backward()
-        opt.step()
-    return [x for x, _ in batches]
+def compiled(net):
+    return torch.compile(net, backend="eager")
 
 
-def closure(model, opt, batches):
-    stream = iter(batches)
-    for _ in range(BATCHES):
-        opt.step(closure_of(opt, lambda: [cross_entropy(model(x), y) for x, y in [next(stream)]]))
-    assert next(stream, None) is None
-    return [x for x, _ in batches]
+def compiled_in_place(net):
+    net.compile(backend="eager")
+    return net
 
 
-@pytest.mark.parametrize("granularity", ["global", "coordinate"])
 @pytest.mark.parametrize(
-    ("protocol", "estimator"),
+    ("name", "one", "options", "wrap"),
     [
-        (microbatches, "symmetric"),
-        (consecutive_batches, "symmetric"),
-        (consecutive_batches, "paper"),
-        (closure, "symmetric"),
-        (closure, "paper"),
+        ("SGDOL", by_backward, {}, as_it_is),
+        ("SGDOL", by_closure, {"granularity": "coordinate"}, as_it_is),
+        ("SGDOL", by_pairs, {"estimator": "paper"}, as_it_is),
+        ("SGDOLFree", by_backward, {}, as_it_is),
+        ("SGDOLFree", by_closure, {}, as_it_is),
+        ("SGDOLFree", by_backward, {}, compiled),
+        ("SGDOLFree", by_closure, {}, compiled_in_place),
     ],
 )
-def test_running_statistics_are_updated_once_per_sample(protocol, estimator, granularity, batches):
-    model = build()
-    once = copy.deepcopy(model[0])
-    opt = SGDOL(model.parameters(), lr=0.1, estimator=estimator, granularity=granularity)
-    passes = protocol(model, opt, batches)
-    for x in passes:
-        once(x)
-    assert opt.diagnostics()["updates"] == (BATCHES if protocol is microbatches else BATCHES // 2)
-    assert sum(len(x) for x in passes) == 8 * BATCHES
-    assert model[0].num_batches_tracked == model[2].num_batches_tracked == len(passes)
-    assert torch.equal(model[0].running_mean, once.running_mean)
-    assert torch.equal(model[0].running_var, once.running_var)
+def test_statistics_are_those_of_one_evaluation_of_each_sample(name, one, options, wrap):
+    """Of a compiled model, 110 batches were counted in 40 steps of two halves, and each recompiled."""
+    torch._dynamo.reset()
+    net = network(torch.float32)
+    model = wrap(net)
+    opt = OPTIMIZERS[name](net.parameters(), **options)
+    parts = 1 if one is by_pairs else 2
+    for t in range(16 // parts):
+        shadow = copy.deepcopy(net[:2])
+        for part in batch(t, dtype=torch.float32).chunk(parts):
+            shadow(part)
+        one(model, opt, t)
+        for (buffer, a), b in zip(net.named_buffers(), shadow.buffers(), strict=True):
+            torch.testing.assert_close(a, b, msg=f"step {t}, {buffer}")
+    assert int(net[1].num_batches_tracked) == 16
+    report = opt.diagnostics()
+    assert report["updates"] == 8
+    assert name == "SGDOL" or report["evaluations"] > report["updates"] + 5
 
 
-def test_a_microbatch_is_normalised_by_its_own_statistics(batches):
-    """What the documentation says of it: the statistics are those of the microbatch, not of the batch."""
-    x, _ = batches[0]
-    norm = torch.nn.BatchNorm1d(5)
-    halves = torch.cat([norm(half) for half in x.chunk(2)])
-    assert torch.allclose(halves[:4].mean(0), torch.zeros(5), atol=1e-6)
-    assert not torch.allclose(halves, norm(x), atol=0.1)
+@pytest.mark.parametrize("steps", [0, 4])
+def test_statistics_survive_a_batch_that_is_not_finite(steps):
+    net = network()
+    opt = SGDOLFree(net.parameters())
+    fit(net, opt, range(steps))
+    before = copy.deepcopy(net.state_dict())
+    opt.step(net_closure(opt, net, batch(4) * math.nan))
+    opt.zero_grad()
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert opt.diagnostics()["skipped"] == 1
+    assert all(map(math.isfinite, fit(net, opt, range(5, 20))))
+
+
+class Counter(nn.Module):
+    """Its buffer is another tensor after each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return (x @ self.weight)[:, None]
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(5, 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Counter,
+        lambda: torch.nn.utils.spectral_norm(linear()),
+        lambda: torch.nn.utils.parametrizations.spectral_norm(linear()),
+    ],
+    ids=["replaced", "spectral norm", "parametrized spectral norm"],
+)
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
+def test_a_buffer_that_a_forward_writes_and_reads_is_what_it_was_when_the_batch_is_run_again(make):
+    """It was refused: "does not evaluate the same batch each time". The power iteration moves once per half."""
+    net, plain = make(), make()
+    opt = SGDOLFree(net.parameters(), lr=0.0)  # nothing moves but buffers
+    for t in range(5):
+        x = batch(t, dtype=torch.float32)
+        backward(lambda x: net(x).square().mean(), x)
+        opt.step()
+        opt.zero_grad()
+        for half in x.chunk(2):
+            plain(half)
+    assert opt.diagnostics()["evaluations"] > 5
+    expected = dict(plain.named_buffers())
+    assert expected
+    assert all(torch.equal(value, expected[name]) for name, value in net.named_buffers())

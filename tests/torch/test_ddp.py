@@ -1,20 +1,23 @@
 """DistributedDataParallel with gloo: equality over ranks to the bit, with one process to rounding."""
 
+import functools
 import itertools
+import math
 import warnings
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from closures import one_step
+from loops import closure_of, one_step
 from ranks import on_ranks, reductions, tensors
 from sharded import batches, objective
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from sgdol import SGDOL
+from sgdol import SGDOL, SGDOLFree
 from sgdol.learners import FTRL
+from sgdol.torch import backward
 
 STEPS = 6
 SENSITIVE = {"smoothness": 10.0, "learner": FTRL()}
@@ -85,6 +88,26 @@ def train(
     }
 
 
+def train_free(net, metric: str, share) -> dict:
+    """SGDOLFree; in the 16th step the data are fifty times as large."""
+    opt = SGDOLFree(net.parameters(), metric=metric)
+    for step in range(20):
+        mine = [x * (50.0 if step == 15 else 1.0) for x in share(batches(step, 2))]
+        opt.step(closure_of(opt, lambda mine=mine: (objective(net, x) / len(mine) for x in mine)))
+    return {"params": [p.detach() for p in net.parameters()], "state": opt.state_dict(), "report": opt.diagnostics()}
+
+
+def infinite(rank: int) -> dict:
+    """The loss of one rank is infinite in two steps, its gradients are not."""
+    net = DistributedDataParallel(model())
+    opt = SGDOLFree(net.parameters())
+    for step in range(8):
+        extra = math.inf if rank == 1 and step in (0, 3) else 0.0
+        backward(lambda x, extra=extra: objective(net, x) + extra, batches(step, 2)[rank], parts=1)
+        one_step(opt, [])
+    return {"params": [p.detach() for p in net.parameters()], "report": opt.diagnostics()}
+
+
 def hooked(rank: int, world: int, register) -> dict:
     """With a communication hook: where the parameters end, and what is said about it."""
     net = DistributedDataParallel(model())
@@ -105,16 +128,20 @@ def refused(rank: int, world: int) -> dict[str, str]:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # a quarter of a second
 
     errors = {}
+
+    def expect(name: str, error: type[Exception], opt: torch.optim.Optimizer) -> None:
+        try:
+            opt.step()
+        except error as raised:
+            errors[name] = str(raised)
+
     net = DistributedDataParallel(model())
     for name in ("inside DistributedDataParallel", "gradients averaged by hand"):
         params = (net if "inside" in name else model()).parameters()
         opt = ZeroRedundancyOptimizer(params, optimizer_class=SGDOL, lr=0.1)
         for p in itertools.chain.from_iterable(group["params"] for group in opt.param_groups):
             p.grad = torch.ones_like(p)
-        try:
-            opt.step()
-        except NotImplementedError as error:
-            errors[name] = str(error)
+        expect(name, NotImplementedError, opt)
     net.zero_grad()
     by_hand = SGDOL(net.parameters(), lr=0.1)
     for p in net.parameters():
@@ -126,10 +153,7 @@ def refused(rank: int, world: int) -> dict[str, str]:
     for x in batches(0, 1 + rank):
         with net.no_sync():
             objective(net, x).backward()
-    try:
-        plain.step()
-    except RuntimeError as error:
-        errors["uneven"] = str(error)
+    expect("uneven", RuntimeError, plain)
     return errors
 
 
@@ -139,20 +163,23 @@ def everything(rank: int, world: int) -> dict[str, Any]:
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     done["power"] = hooked(rank, world, lambda net: net.register_comm_hook(state, powerSGD_hook.powerSGD_hook))
     done["refused"] = refused(rank, world)
+    if world == 2:
+        for metric in METRICS:
+            done[metric] = train_free(DistributedDataParallel(model()), metric, lambda every: every[rank : rank + 1])
+        done["infinite"] = infinite(rank)
     return done
 
 
+METRICS = ("rms", "kronecker")
 SIZE = sum(p.numel() for p in model().parameters())
 
 CASES: dict[int, dict[str, tuple[dict, int]]] = {
     2: {
         "global": ({}, 8),
-        "global, two microbatches on each rank": ({"microbatches": 2}, 8),
         "bucket views, clipped": ({"ddp": {"gradient_as_bucket_view": True}, "microbatches": 2, "clip": 0.5}, 8),
         "bucket views, coordinate": ({"ddp": {"gradient_as_bucket_view": True}, "granularity": "coordinate"}, SIZE + 8),
         "static graph": ({"ddp": {"static_graph": True}}, 8),
         "many buckets": ({"ddp": {"bucket_cap_mb": 1e-5}, "granularity": "tensor"}, 8),
-        "unused parameters": ({"ddp": {"find_unused_parameters": True}, "branches": True}, 8),
         "unused parameters, two microbatches": (
             {"ddp": {"find_unused_parameters": True}, "branches": True, "microbatches": 2},
             8,
@@ -166,12 +193,10 @@ CASES: dict[int, dict[str, tuple[dict, int]]] = {
         "default learner": ({"learner": None, "kappa": None, "smoothness": 0.1}, 8),
         "default learner, no momentum": ({"learner": None, "kappa": 1.0, "smoothness": 1.0, "momentum": 0.0}, 8),
         "default learner, rms": ({"learner": None, "kappa": 1.0, "smoothness": 0.1, "metric": "rms"}, 8),
-        "rms": ({"smoothness": 1.0, "metric": "rms"}, 8),
         "rms, tensor, no momentum, two microbatches": (
             {"microbatches": 2, "metric": "rms", "granularity": "tensor", "momentum": 0.0},
             8,
         ),
-        "kronecker": ({"smoothness": 1.0, "metric": "kronecker"}, 8),
         "kronecker, two microbatches": ({"smoothness": 1.0, "microbatches": 2, "metric": "kronecker"}, 8),
         "epochs": ({"epoch": 3}, 8),
         "paper": ({"estimator": "paper", "momentum": 0.0}, 0),
@@ -187,15 +212,20 @@ CASES: dict[int, dict[str, tuple[dict, int]]] = {
 whether a pass reached it, and Q of each coordinate where that is asked for."""
 
 
-@pytest.fixture(scope="module", params=list(CASES))
-def results(request) -> tuple[int, list[dict]]:
+@functools.cache
+def results_of(world: int) -> list[dict]:
     """All runs of one world size in one set of processes: starting them is what takes the time."""
-    return request.param, on_ranks(everything, request.param)
+    return on_ranks(everything, world)
+
+
+@pytest.fixture(params=list(CASES))
+def results(request) -> tuple[int, list[dict]]:
+    return request.param, results_of(request.param)
 
 
 def test_all_ranks_hold_the_same_bits(results):
     world, ranks = results
-    for name in CASES[world]:
+    for name in (*CASES[world], *METRICS) if world == 2 else CASES[world]:
         for other in ranks[1:]:
             for a, b in zip(tensors(ranks[0][name]), tensors(other[name]), strict=True):
                 assert torch.equal(a, b), name
@@ -262,3 +292,22 @@ def test_different_numbers_of_passes_are_refused_on_every_rank(results):
     total = world * (world + 1) // 2
     for rank in ranks:
         assert f"{world} ranks ran {total} in all" in rank["refused"]["uneven"]
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_without_a_rate_ranks_are_the_parts_of_one_process(metric):
+    """Also in the bases of the Kronecker metric."""
+    found, wanted = results_of(2)[0][metric], train_free(model(), metric, lambda every: every)
+    torch.testing.assert_close(found["params"], wanted["params"], rtol=1e-9, atol=1e-12)
+    assert found["report"]["gradients"] == 2
+    for name in ("gradients", "updates", "evaluations", "rejections", "rollbacks"):
+        assert found["report"][name] == wanted["report"][name], name
+    one, other = (rank[metric]["state"]["param_groups"] for rank in results_of(2))
+    assert one == other
+
+
+def test_a_loss_that_is_infinite_on_one_rank_skips_the_step_on_all():
+    """Its gradients are finite. The ranks decided differently and waited for one another for ever."""
+    one, other = (rank["infinite"] for rank in results_of(2))
+    assert [(rank["report"]["skipped"], rank["report"]["updates"]) for rank in (one, other)] == [(2, 6)] * 2
+    assert all(map(torch.equal, one["params"], other["params"]))

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from closures import one_step
+from loops import GRANULARITIES, one_step
+from pairs import pairwise
 
 from sgdol import SGDOL
 from sgdol.learners import FTRL
@@ -40,13 +41,11 @@ def trajectory(scale: float, dtype: torch.dtype, passes: int, options: dict) -> 
     return torch.cat([p.detach() for p in params]), step_sizes, opt.diagnostics()
 
 
-@pytest.mark.parametrize(
-    ("name", "passes"), [(name, k) for name in OPTIONS for k in (1, 2) if (name, k) != ("paper", 2)]
-)
-@pytest.mark.parametrize("power", [-100, 100, -498, 498])
-def test_the_trajectory_is_the_scaled_one(power, name, passes):
+@pairwise(name=list(OPTIONS), passes=[1, 2], power=[-100, 100, -498, 498])
+def test_the_trajectory_is_the_scaled_one(name, passes, power):
     """Powers of two, so that nothing is rounded but sums; float32's lose about 1e-6 of u, which is a difference."""
     options = OPTIONS[name]
+    passes = 1 if name == "paper" else passes
     dtype = torch.float32 if abs(power) <= 100 else torch.float64  # 1e-30 to 1e30, 1e-150 to 1e150
     expected, etas, plain = trajectory(1.0, dtype, passes, options)
     found, scaled_etas, extreme = trajectory(2.0**power, dtype, passes, options)
@@ -58,9 +57,7 @@ def test_the_trajectory_is_the_scaled_one(power, name, passes):
     assert extreme["signal_to_noise"] == pytest.approx(plain["signal_to_noise"], rel=tolerance)
 
 
-@pytest.mark.parametrize("name", ["kappa", "alpha"])
-@pytest.mark.parametrize("granularity", ["global", "group", "tensor", "coordinate"])
-@pytest.mark.parametrize("learner", [None, FTRL()])
+@pairwise(name=["kappa", "alpha"], granularity=GRANULARITIES, learner=[None, FTRL()])
 def test_the_largest_regulariser_keeps_the_step_size_at_lr(name, granularity, learner):
     torch.manual_seed(0)
     x = torch.nn.Parameter(torch.randn(5))

@@ -1,11 +1,12 @@
 """Gradients that are changed between backward and step: by a factor, which is followed, or otherwise, which is said."""
 
-import warnings
-
 import pytest
 import torch
+from loops import batch, both, flat, net_closure, plain, said
+from pairs import pairwise
+from torch import nn
 
-from sgdol import SGDOL
+from sgdol import SGDOL, SGDOLFree
 from sgdol.surrogate import statistics
 
 CHANGED = "in another way than by multiplying whole tensors"
@@ -25,13 +26,6 @@ def draws(params, count, seed=0):
 def accumulate(params, gradients):
     for draw in gradients:
         sum((p * g).sum() for p, g in zip(params, draw, strict=True)).div(len(gradients)).backward()
-
-
-def step_and_hear(opt):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        opt.step()
-    return [str(w.message) for w in caught]
 
 
 def learned(opt):
@@ -62,32 +56,83 @@ def out_of_place(p):
     p.grad = p.grad * 0.25
 
 
-@pytest.mark.parametrize("which", range(5))
-@pytest.mark.parametrize("quarter", [in_place, silently, out_of_place])
+@pairwise(which=[0, 1, 2, 4], quarter=[in_place, silently, out_of_place])
 def test_a_factor_on_any_one_tensor_is_followed(which, quarter):
     params = parameters()
     opt, gradients = optimizer(params), draws(params, 3)
     accumulate(params, gradients)
     quarter(params[which])
-    assert step_and_hear(opt) == []
+    opt.step()  # warnings are errors
     assert learned(opt) == expected(gradients, [0.25 if i == which else 1.0 for i in range(5)])
 
 
-def test_clipping_the_norm_says_nothing():
+def test_a_hook_on_the_gradient_itself_is_seen_by_the_optimizer():
     params = parameters()
-    opt = optimizer(params)
-    accumulate(params, draws(params, 2))
-    torch.nn.utils.clip_grad_norm_(params, 0.5)
-    assert step_and_hear(opt) == []
+    opt, gradients = optimizer(params), draws(params, 2)
+    for p in params:
+        p.register_hook(lambda g: g.clamp(-0.5, 0.5))
+    accumulate(params, gradients)
+    opt.step()
+    clamped = [[(g / 2).clamp(-0.5, 0.5) * 2 for g in draw] for draw in gradients]
+    assert learned(opt) == expected(clamped, [1.0] * 5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rounding_of_a_factor_says_nothing(dtype):
-    params = [torch.nn.Parameter(p.detach().to(dtype)) for p in parameters()]
-    opt = optimizer(params)
-    accumulate(params, draws(params, 2))
-    torch.nn.utils.clip_grad_norm_(params, 0.1234)
-    assert step_and_hear(opt) == []
+@pytest.mark.filterwarnings("ignore:SGDOL got one backward")
+def test_with_one_backward_per_step_every_edit_is_part_of_the_gradient():
+    params = parameters()
+    opt, gradients, held = optimizer(params), draws(params, 2), []
+    for draw in gradients:
+        accumulate(params, [draw])
+        nn.utils.clip_grad_value_(params, 0.2)
+        held.append([p.grad.clone() for p in params])
+        opt.step()
+        opt.zero_grad()
+    assert learned(opt) == expected(held, [1.0] * 5)
+
+
+# What is said ---------------------------------------------------------------------------------------------------------
+
+
+def wide(dtype=torch.float64):
+    """With a large tensor and small ones."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4000), nn.Tanh(), nn.Linear(4000, 1)).to(dtype)
+
+
+def heard(make, edit=lambda params: None, hook=None, parts=2, dtype=torch.float64) -> list[bool]:
+    """Of what is said in three steps, whether it is about gradients that were changed."""
+    net = wide(dtype)
+    params = list(net.parameters())
+    opt = make(params)
+    for p in params if hook else ():
+        p.register_post_accumulate_grad_hook(hook)
+    with said() as sentences:
+        for t in range(3):
+            opt.step(net_closure(opt, net, batch(t, dtype=dtype), parts, lambda: edit(params)))
+    return [CHANGED in sentence for sentence in sentences]
+
+
+def look(p):
+    assert p.grad is not None
+
+
+def clip_norm(params):
+    nn.utils.clip_grad_norm_(params, 0.01234)
+
+
+@both
+@pytest.mark.parametrize(
+    ("edit", "hook", "dtype"),
+    [
+        (clip_norm, None, torch.float64),
+        (clip_norm, look, torch.float32),
+        (clip_norm, None, torch.bfloat16),  # rounding of a factor
+        (lambda params: None, look, torch.float64),
+    ],
+)
+def test_clipping_the_norm_and_hooks_that_only_look_are_not_worth_a_word(make, edit, hook, dtype):
+    for parts in (2, 3):
+        assert heard(make, edit, hook, parts, dtype) == []
 
 
 def add_noise(params):
@@ -96,7 +141,7 @@ def add_noise(params):
 
 
 def add_noise_to_one(params):
-    params[4].grad += torch.randn_like(params[4])
+    params[1].grad += torch.randn_like(params[1])
 
 
 def add_noise_silently(params):
@@ -110,20 +155,28 @@ def replace(params):
 
 
 def clamp(params):
-    torch.nn.utils.clip_grad_value_(params, 0.2)
+    nn.utils.clip_grad_value_(params, 1e-3)
 
 
+@both
 @pytest.mark.parametrize("edit", [add_noise, add_noise_to_one, add_noise_silently, replace, clamp])
-def test_what_is_not_a_factor_is_said_once(edit):
-    params = parameters()
-    opt = optimizer(params)
-    heard = []
-    for seed in range(3):
-        accumulate(params, draws(params, 2, seed))
-        edit(params)
-        heard += step_and_hear(opt)
-        opt.zero_grad()
-    assert [CHANGED in sentence for sentence in heard] == [True]
+def test_what_is_not_a_factor_is_said_once(make, edit):
+    assert heard(make, edit) == [True]
+
+
+def clip(p):
+    p.grad.clamp_(-1e-3, 1e-3)
+
+
+def clip_silently(p):
+    p.grad.data.mul_(min(1.0, 1e-3 / float(p.grad.norm())))
+
+
+@both
+@pytest.mark.parametrize("hook", [clip, clip_silently])
+def test_a_hook_that_clips_after_every_accumulation_is_said_once(make, hook):
+    for parts in (2, 3):
+        assert heard(make, hook=hook, parts=parts) == [True]
 
 
 def test_noise_that_is_added_between_the_passes_is_said():
@@ -132,52 +185,28 @@ def test_noise_that_is_added_between_the_passes_is_said():
     accumulate(params, gradients[:2])
     add_noise(params)
     accumulate(params, gradients[2:])
-    assert any(CHANGED in sentence for sentence in step_and_hear(opt))
+    with pytest.warns(UserWarning, match=CHANGED):
+        opt.step()
 
 
-@pytest.mark.parametrize("silently", [False, True])
-def test_a_hook_that_clips_after_every_accumulation_is_said(silently):
-    params = parameters()
-    opt = optimizer(params)
+@pytest.mark.parametrize("edit", ["in place", "replaced"])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_without_a_rate_gradients_that_the_closure_rescales_are_measured_as_they_are(parts, edit):
+    """Dividing all gradients by four is dividing the objective by four: the same points."""
+    runs = []
+    for rescales in (False, True):
+        net = plain()
+        opt = SGDOLFree(net.parameters())
 
-    def clip(p):
-        grad = p.grad.data if silently else p.grad
-        grad.mul_(min(1.0, 0.1 / float(grad.norm())))
+        def rescale(net=net, rescales=rescales):
+            for p in net.parameters() if rescales else ():
+                if edit == "in place":
+                    p.grad.mul_(0.25)
+                else:
+                    p.grad = p.grad * 0.25
 
-    for p in params:
-        p.register_post_accumulate_grad_hook(clip)
-    accumulate(params, draws(params, 2))
-    assert any(CHANGED in sentence for sentence in step_and_hear(opt))
-
-
-def test_a_hook_that_only_looks_says_nothing():
-    params, seen = parameters(), []
-    opt = optimizer(params)
-    for p in params:
-        p.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.norm())))
-    accumulate(params, draws(params, 3))
-    assert step_and_hear(opt) == []
-    assert len(seen) == 15
-
-
-def test_a_hook_on_the_gradient_itself_is_seen_by_the_optimizer():
-    params = parameters()
-    opt, gradients = optimizer(params), draws(params, 2)
-    for p in params:
-        p.register_hook(lambda g: g.clamp(-0.5, 0.5))
-    accumulate(params, gradients)
-    assert step_and_hear(opt) == []
-    clamped = [[(g / 2).clamp(-0.5, 0.5) * 2 for g in draw] for draw in gradients]
-    assert learned(opt) == expected(clamped, [1.0] * 5)
-
-
-def test_with_one_backward_per_step_every_edit_is_part_of_the_gradient():
-    params = parameters()
-    opt, gradients, held = optimizer(params), draws(params, 2), []
-    for draw in gradients:
-        accumulate(params, [draw])
-        torch.nn.utils.clip_grad_value_(params, 0.2)
-        held.append([p.grad.clone() for p in params])
-        assert not any(CHANGED in sentence for sentence in step_and_hear(opt))
-        opt.zero_grad()
-    assert learned(opt) == expected(held, [1.0] * 5)
+        for t in range(15):
+            opt.step(net_closure(opt, net, batch(t), parts, rescale))
+        runs.append((flat(net.parameters()), opt.diagnostics()["noise_scale"]))
+    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-10, atol=0)
+    assert runs[0][1] == pytest.approx(runs[1][1], rel=1e-10)

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from closures import closure_of, one_step
+from loops import closure_of, one_step
 from pairs import all_pairs, name, sample
 
 from sgdol import PAPER, SGDOL, reference
@@ -152,39 +152,33 @@ def test_every_pair_of_options_is_tried():
             assert ((a, one, b, other) in tried) == possible
 
 
+def replay(gradients, **options):
+    """By the reference, of the symmetric estimator."""
+    made = {"smoothness": SMOOTHNESS, "alpha": None, "estimator": "symmetric"}
+    return reference.replay(gradients, flat(parameters()), **{**made, **options})
+
+
+MEASURED = {"kappa": 10.0, "momentum": 0.9, "bias_correction": False}
+"""What the default learner brings along."""
+
+
 @pytest.mark.parametrize("granularity", list(BLOCKS))
 def test_the_defaults_are_measured_curvature_and_momentum_without_bias_correction(granularity):
-    gradients, params = vectors(3), parameters()
-    expected = reference.replay(
-        gradients,
-        flat(params),
-        smoothness=SMOOTHNESS,
-        alpha=None,
-        kappa=10.0,
-        estimator="symmetric",
-        blocks=BLOCKS[granularity],
-        momentum=0.9,
-        learner="measured",
-        bias_correction=False,
-    )
-    found = run("microbatches", gradients, params, granularity=granularity)
+    expected = replay(vectors(3), blocks=BLOCKS[granularity], learner="measured", **MEASURED)
+    found = run("microbatches", vectors(3), parameters(), granularity=granularity)
     np.testing.assert_allclose(found, expected.iterates, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_the_defaults_with_ftrl_are_the_first_squared_gradient_and_bias_correction(momentum):
-    gradients, params = vectors(2), parameters()
-    expected = reference.replay(
-        gradients, flat(params), smoothness=SMOOTHNESS, alpha=None, estimator="symmetric", momentum=momentum
-    )
-    found = run("microbatches", gradients, params, momentum=momentum, learner=FTRL())
+    expected = replay(vectors(2), momentum=momentum)
+    found = run("microbatches", vectors(2), parameters(), momentum=momentum, learner=FTRL())
     np.testing.assert_allclose(found, expected.iterates, rtol=1e-12, atol=1e-12)
 
 
 def test_the_settings_of_the_paper_are_algorithm_1():
-    gradients, params = vectors(2), parameters()
-    expected = reference.replay(gradients, flat(params), smoothness=SMOOTHNESS, alpha=10.0)
-    found = run("alternating", gradients, params, **PAPER)
+    expected = replay(vectors(2), alpha=10.0, estimator="paper")
+    found = run("alternating", vectors(2), parameters(), **PAPER)
     np.testing.assert_allclose(found, expected.iterates, rtol=1e-12, atol=1e-12)
 
 
@@ -192,25 +186,8 @@ def test_the_settings_of_the_paper_are_algorithm_1():
 @pytest.mark.parametrize("granularity", list(BLOCKS))
 def test_the_average_agrees_with_the_reference(granularity, power):
     gradients, params = vectors(2), parameters()
-    options = {"momentum": 0.9, "bias_correction": False, "kappa": 10.0}
-    expected = reference.replay(
-        gradients,
-        flat(params),
-        smoothness=SMOOTHNESS,
-        alpha=None,
-        estimator="symmetric",
-        blocks=BLOCKS[granularity],
-        learner="measured",
-        **options,
-    )
-    opt = SGDOL(
-        groups(params),
-        smoothness=SMOOTHNESS,
-        granularity=granularity,
-        averaging=power,
-        learner=MeasuredCurvature(),
-        **options,
-    )
+    expected = replay(gradients, blocks=BLOCKS[granularity], learner="measured", **MEASURED)
+    opt = SGDOL(groups(params), smoothness=SMOOTHNESS, granularity=granularity, averaging=power)
     for step in gradients:
         one_step(opt, (linear_loss(params, g) / 2 for g in step))
     last = flat(params)
@@ -239,16 +216,8 @@ def test_the_vectors_hit_both_clips(estimator):
 def test_the_vectors_make_a_constant_step_too_long(estimator, momentum, k):
     """Else measured curvature would be a constant step above, and nothing of it would be tried."""
     for alpha in OPTIONS["alpha"]:
-        found = reference.replay(
-            vectors(k),
-            np.zeros(D),
-            smoothness=SMOOTHNESS,
-            estimator=estimator,
-            momentum=momentum,
-            bias_correction=False,
-            learner="measured",
-            **regulariser(alpha),
-        ).step_sizes
+        options = {"estimator": estimator, "momentum": momentum, **regulariser(alpha)}
+        found = replay(vectors(k), learner="measured", bias_correction=False, **options).step_sizes
         assert found[0] == 1 / SMOOTHNESS
         assert ((found > 0) & (found < 0.9 / SMOOTHNESS)).sum() >= 3
 

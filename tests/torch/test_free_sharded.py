@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from closures import closure_of
+from loops import closure_of
 from ranks import on_ranks, reductions
-from sharded import batches, full, model, objective, replicas, shard
+from sharded import batches, full, model, objective, placed, replicas, shard
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
@@ -82,12 +82,7 @@ def train(
         "saved": flat(opt.averaged_state_dict(net).values()),
         "seen": seen,
         "owners": torch.cat(owners),
-        "placed": all(
-            s.placements == p.placements
-            for p in net.parameters()
-            for s in opt.state[p].values()
-            if isinstance(p, DTensor) and s.dim()
-        ),
+        "placed": placed(net, opt),
         "messages": messages,
         "told": [str(warning.message) for warning in told],
         "report": opt.diagnostics(),
@@ -142,14 +137,11 @@ CASES: dict[int, dict[str, dict]] = {
         "rms": RMS,
         "euclidean": EUCLID,
         "rms, one module, weight decay": {"kind": "flat", "weight_decay": 0.1, **RMS},
-        "rms, two microbatches": {"microbatches": 2, **RMS},
         "rms, two microbatches, one reduction": {"microbatches": 2, "sync": False, **RMS},
         "euclidean, two microbatches, one reduction": {"microbatches": 2, "sync": False, **EUCLID},
         "rms, not resharded after forward": {"policy": {"reshard_after_forward": False}, **RMS},
         "rms, not resharded after backward, evaluated": {"keeps": True, "evaluates": True, **RMS},
-        "euclidean, evaluated": {"evaluates": True, **EUCLID},
         "rms, offloaded": {"policy": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, **RMS},
-        "rms, tensor parallel": {"kind": "tensor parallel", "microbatches": 2, **RMS},
         "default, tensor parallel": {"kind": "tensor parallel", "microbatches": 2},
         "euclidean, tensor parallel": {"kind": "tensor parallel", "microbatches": 2, **EUCLID},
     },
@@ -201,18 +193,14 @@ def test_steps_are_taken_back_and_runs_return_to_their_average():
 
 
 @pytest.mark.parametrize("world", list(CASES))
-def test_all_ranks_know_the_same_bits(world):
-    first, *others = results_of(world)
+def test_all_ranks_know_the_same_bits_and_state_is_spread_as_its_parameter_is(world):
+    ranks = results_of(world)
     for name in CASES[world]:
+        first, *others = (rank[name] for rank in ranks)
+        assert first["placed"], name
         for other in others:
-            assert other[name]["rule"] == first[name]["rule"], name
-            assert other[name]["report"] == first[name]["report"], name
-            assert torch.equal(other[name]["params"], first[name]["params"]), name
-
-
-@pytest.mark.parametrize("world", list(CASES))
-def test_state_is_spread_as_its_parameter_is(world):
-    assert all(rank[name]["placed"] for rank in results_of(world) for name in CASES[world])
+            assert all(other[key] == first[key] for key in ("rule", "report", "placed")), name
+            assert torch.equal(other["params"], first["params"]), name
 
 
 @pytest.mark.parametrize("world", list(CASES))

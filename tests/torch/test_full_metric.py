@@ -1,18 +1,15 @@
 """A metric whose D is a full matrix: nobody but the metric may know what D looks like."""
 
-import copy
-import io
-
 import numpy as np
 import pytest
-import torch
 from dense_metric import Dense, dense
+from free_problems import PROBLEMS, train
+from free_problems import reference as reference_free
+from loops import as_on_a_device, one_step
 from test_exact_vectors import BLOCKS, SMOOTHNESS, flat, groups, linear_loss, parameters, vectors
-from test_free import PROBLEMS, SIZES, START, STEPS, oracle_of, train
 
-from sgdol import SGDOL, SGDOLFree, reference
+from sgdol import SGDOL, reference
 from sgdol.learners import FTRL, MeasuredCurvature
-from sgdol.reference_free import sgdol_free
 
 LEARNERS = {"ftrl": FTRL(), "measured": MeasuredCurvature()}
 TENSORS = BLOCKS["tensor"]
@@ -22,14 +19,9 @@ def run(opt, params, gradients, pairs=False) -> np.ndarray:
     """The iterates, from gradients of which all of a step, or each, is followed by step()."""
     iterates = [flat(params)]
     for step in gradients:
-        for g in step:
-            (linear_loss(params, g) / (1 if pairs else len(step))).backward()
-            if pairs:
-                opt.step()
-                opt.zero_grad()
-        if not pairs:
-            opt.step()
-            opt.zero_grad()
+        losses = [linear_loss(params, g) / (1 if pairs else len(step)) for g in step]
+        for several in [[loss] for loss in losses] if pairs else [losses]:
+            one_step(opt, several)
         iterates.append(flat(params))
     return np.array(iterates)
 
@@ -53,8 +45,7 @@ def test_sgdol_equals_the_reference(granularity, k, estimator, momentum, learner
     blocks = {"blocks": BLOCKS[granularity], "learner": learner}
     truth = reference.replay(gradients, flat(params), **made, **blocks, metric=dense, tensors=TENSORS)
     opt = SGDOL(groups(params), granularity=granularity, metric=Dense(), learner=LEARNERS[learner], **made)
-    opt._host = host
-    found = run(opt, params, gradients, pairs=estimator == "paper")
+    found = run(opt if host else as_on_a_device(opt), params, gradients, pairs=estimator == "paper")
     np.testing.assert_allclose(found, truth.iterates, rtol=1e-12, atol=1e-12)
     last = truth.diagonals[-1]
     assert np.abs(last - np.diag(np.diag(last))).max() > 0.01, "D is a diagonal: nothing was tested"
@@ -70,29 +61,9 @@ def test_sgdol_equals_the_reference(granularity, k, estimator, momentum, learner
     ids=str,
 )
 def test_sgdol_free_equals_the_reference(problem, options):
-    steps = STEPS.get(problem, 60)
-    truth = sgdol_free(oracle_of(PROBLEMS[problem](), 2), START, steps, tensors=SIZES, metric=dense, **options)
-    iterates, average, step_sizes, opt, calls = train(problem, steps, metric=Dense(), **options)
-    np.testing.assert_allclose(iterates, truth.iterates, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(average, truth.averages[-1], rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(step_sizes, truth.step_sizes, rtol=1e-11)
-    for name in ("evaluations", "rejections", "rollbacks", "skipped"):
-        assert opt.diagnostics()[name] == getattr(truth, name), name
-    assert len(calls) == truth.evaluations
-
-
-def test_a_state_that_is_a_factor_is_kept_for_each_tensor_and_loads():
-    gradients, params = vectors(2), parameters()
-    opt = SGDOL(params, lr=0.25, metric=Dense())
-    run(opt, params, gradients[:5])
-    assert [opt.state[p]["metric.outer"].shape for p in params] == [(p.numel(), p.numel()) for p in params]
-    file = io.BytesIO()
-    torch.save(opt.state_dict(), file)
-    file.seek(0)
-    twins = copy.deepcopy(params)
-    resumed = SGDOL(twins, lr=0.25, metric=Dense())
-    resumed.load_state_dict(torch.load(file, weights_only=True))
-    np.testing.assert_array_equal(run(resumed, twins, gradients[5:]), run(opt, params, gradients[5:]))
+    found, truth = train(problem, metric=Dense(), **options), reference_free(problem, metric=dense, **options)
+    found.agrees_with(truth)
+    assert found.calls == truth.evaluations
 
 
 def test_a_step_size_for_each_coordinate_needs_a_diagonal_metric():
@@ -107,11 +78,3 @@ def test_gradients_of_any_size_give_the_same_run(exponent):
         params = parameters()
         found.append(run(SGDOL(params, lr=0.25 / scale, metric=Dense()), params, gradients * scale))
     np.testing.assert_array_equal(*found)
-
-
-def test_sgdol_free_goes_on_from_a_state_that_is_a_factor():
-    *_, opt, _ = train("quadratic", 10, metric=Dense())
-    other = SGDOLFree(copy.deepcopy(opt.param_groups[0]["params"]), metric=Dense())
-    other.load_state_dict(opt.state_dict())
-    for p, q in zip(opt.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
-        assert torch.equal(opt.state[p]["metric.outer"], other.state[q]["metric.outer"])

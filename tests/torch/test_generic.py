@@ -1,13 +1,12 @@
 """What torch.optim's own tests demand of every optimizer, of SGDOL in each of its configurations."""
 
 import copy
-import io
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from closures import closure_of
+from loops import closure_of, through_a_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -62,7 +61,7 @@ def options(request) -> dict[str, Any]:
     return copy.deepcopy(CONFIGURATIONS[request.param])
 
 
-few = pytest.mark.parametrize("options", ["default", "tensor lr", "ftrl, paper, coordinate"], indirect=True)
+few = pytest.mark.parametrize("options", ["default", "ftrl, paper, coordinate"], indirect=True)
 """For what torch does around any optimizer: with and without a held gradient, state of groups and of tensors."""
 
 
@@ -117,6 +116,10 @@ class Problem:
             self.backward(k, 1000 * seed + step)
             self.opt.step()
         return self
+
+    def stands_where(self, other: "Problem") -> None:
+        for p, q in zip(self.params, other.params, strict=True):
+            p.data.copy_(q.data)
 
     def improved(self, before: float) -> bool:
         after = self.loss().item()
@@ -239,25 +242,6 @@ def test_gradients_are_never_written_to(options, k, dtype):
             assert torch.equal(grad, value)
 
 
-def test_gradients_that_a_closure_leaves_are_never_written_to(options):
-    problem = Problem(options, noise=1.0)
-    left = []
-
-    def closure():
-        problem.opt.zero_grad()
-        loss = problem.backward(1, len(left))
-        left.append([(p.grad, p.grad._version, p.grad.clone()) for p in problem.params])
-        return loss
-
-    for _ in range(4):
-        problem.opt.step(closure)
-    assert len(left) == 4
-    for grad, version, value in (one for call in left for one in call):
-        assert grad._version == version
-        assert torch.equal(grad, value)
-    assert all(p.grad is grad for p, (grad, _, _) in zip(problem.params, left[-1], strict=True))
-
-
 @few
 def test_it_can_be_printed_before_and_after_a_step(options):
     problem = Problem(options)
@@ -288,13 +272,8 @@ def test_mistakes_that_every_optimizer_refuses_are_refused():
 def test_a_loaded_state_continues_as_the_saved_one_does(options, k, steps):
     one = Problem(options, noise=1.0).train(steps, k)
     other = Problem(copy.deepcopy(options), noise=1.0)
-    with torch.no_grad():
-        for p, q in zip(other.params, one.params, strict=True):
-            p.copy_(q)
-    buffer = io.BytesIO()
-    torch.save(one.opt.state_dict(), buffer)
-    buffer.seek(0)
-    other.opt.load_state_dict(torch.load(buffer, weights_only=True))
+    other.stands_where(one)
+    other.opt.load_state_dict(through_a_file(one.opt.state_dict()))
     assert_same(other.opt.state_dict(), one.opt.state_dict())
     one.train(3, k, seed=1)
     other.train(3, k, seed=1)
@@ -307,9 +286,7 @@ def test_a_loaded_state_continues_as_the_saved_one_does(options, k, steps):
 def test_states_go_between_named_and_unnamed_parameters(options, saved, loaded):
     one = Problem(options, named=saved, noise=1.0).train(3)
     other = Problem(copy.deepcopy(options), named=loaded, noise=1.0)
-    with torch.no_grad():
-        for p, q in zip(other.params, one.params, strict=True):
-            p.copy_(q)
+    other.stands_where(one)
     other.opt.load_state_dict(copy.deepcopy(one.opt.state_dict()))
     one.train(3, seed=1), other.train(3, seed=1)
     assert_same([p.detach() for p in other.params], [p.detach() for p in one.params])
@@ -365,14 +342,6 @@ def test_hooks_around_state_dict_are_honoured(options):
 
 
 @few
-def test_a_hook_before_loading_may_write_to_the_state(options):
-    opt, other = Problem(options).train(3).opt, Problem(copy.deepcopy(options)).opt
-    other.register_load_state_dict_pre_hook(lambda o, state: state["param_groups"][0].update(lr=0.125))
-    other.load_state_dict(opt.state_dict())
-    assert other.param_groups[0]["lr"] == 0.125
-
-
-@few
 @pytest.mark.parametrize("steps", [3, 4])
 def test_a_hook_before_loading_may_replace_the_state(options, steps):
     """What it returns is loaded and nothing else: here the state of another optimizer."""
@@ -382,16 +351,6 @@ def test_a_hook_before_loading_may_replace_the_state(options, steps):
     ours.opt.register_load_state_dict_pre_hook(lambda o, state: copy.deepcopy(wanted))
     ours.opt.load_state_dict(theirs.opt.state_dict())
     assert_same(ours.opt.state_dict(), wanted)
-
-
-@few
-def test_a_hook_before_loading_may_make_a_foreign_state_fit(options):
-    problem = Problem(options).train(2)
-    saved = copy.deepcopy(problem.opt.state_dict())
-    foreign = {"wrapped": copy.deepcopy(saved)}
-    problem.opt.register_load_state_dict_pre_hook(lambda o, state: state["wrapped"])
-    problem.opt.load_state_dict(foreign)
-    assert_same(problem.opt.state_dict(), saved)
 
 
 @few
@@ -481,13 +440,11 @@ def linear() -> torch.nn.Module:
     return torch.nn.Linear(3, 2)
 
 
-def train_linear(net, opt, steps: int, k: int, seed: int, between=None) -> None:
+def train_linear(net, opt, steps: int, k: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for _ in range(k):
             net(torch.randn(4, 3, generator=generator)).square().mean().div(k).backward()
-            if between is not None:
-                between(net, opt)
         opt.step()
         opt.zero_grad()
 
@@ -495,8 +452,6 @@ def train_linear(net, opt, steps: int, k: int, seed: int, between=None) -> None:
 @with_passes("k, steps", (2, 0), (2, 2), (1, 2), (1, 3))
 def test_saving_with_distributed_checkpoint_in_the_middle_of_training_does_not_disturb_it(options, k, steps):
     """It steps with zero gradients at lr = 0 if the optimizer has no state yet, to make it create some."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
     found = []
     for ask in (False, True):
         net = linear()
@@ -509,34 +464,3 @@ def test_saving_with_distributed_checkpoint_in_the_middle_of_training_does_not_d
         train_linear(net, opt, 2, k, seed=2)
         found.append([p.detach() for p in net.parameters()])
     assert_same(*found)
-
-
-@with_passes("k", (2,))
-def test_saving_with_distributed_checkpoint_in_the_middle_of_an_accumulation_does_not_disturb_it(options, k):
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    found = []
-    for between in (None, get_optimizer_state_dict):
-        net = linear()
-        opt = SGDOL(net.parameters(), **copy.deepcopy(options))
-        train_linear(net, opt, 3, k, seed=1, between=between)
-        found.append([p.detach() for p in net.parameters()])
-    assert_same(*found)
-
-
-@with_passes("k, steps", (2, 2), (1, 3))
-def test_a_state_that_distributed_checkpoint_saved_continues(options, k, steps):
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-
-    net = linear()
-    opt = SGDOL(net.parameters(), **copy.deepcopy(options))
-    train_linear(net, opt, steps, k, seed=1)
-    saved = copy.deepcopy(get_optimizer_state_dict(net, opt))
-    twin = copy.deepcopy(net)
-    resumed = SGDOL(twin.parameters(), **copy.deepcopy(options))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        set_optimizer_state_dict(twin, resumed, saved)
-    for each, by in ((net, opt), (twin, resumed)):
-        train_linear(each, by, 3, k, seed=2)
-    assert_same([p.detach() for p in twin.parameters()], [p.detach() for p in net.parameters()])

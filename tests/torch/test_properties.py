@@ -3,17 +3,19 @@
 import numpy as np
 import pytest
 import torch
-from closures import one_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from loops import GRANULARITIES, one_step
 
 from sgdol import SGDOL
 from sgdol.learners import FTRL
 
-pytestmark = pytest.mark.filterwarnings("ignore:SGDOL got one backward")  # pairs are among what is tested
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:SGDOL got one backward",  # pairs are among what is tested
+    "ignore:SGDOL was given the same gradient twice",
+)
 
-GRANULARITIES = ["global", "group", "tensor", "coordinate"]
 D = 6
 LR = 0.125
 
@@ -26,13 +28,10 @@ def examples(count: int):
 estimators = st.sampled_from(["symmetric", "paper"])
 granularities = st.sampled_from(GRANULARITIES)
 every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
-every_estimator = pytest.mark.parametrize("estimator", ["symmetric", "paper"])
-every_source = pytest.mark.parametrize("source", ["microbatches", "alternating"])
 every_way = pytest.mark.parametrize(
     ("estimator", "source"), [("symmetric", "microbatches"), ("symmetric", "alternating"), ("paper", "alternating")]
 )
 """The paper's estimator takes one backward per step."""
-ignore_identical = pytest.mark.filterwarnings("ignore:SGDOL was given the same gradient twice")
 
 
 @st.composite
@@ -79,42 +78,20 @@ class Problem:
         self.f_scale, self.x_scale, self.source, self.divide = f_scale, x_scale, source, divide
         start = x_scale * torch.linspace(-2, 2, D, dtype=torch.float64)
         self.params = [torch.nn.Parameter(part.clone()) for part in torch.tensor_split(start, list(cuts))]
-        self.options = options
-        self.dealt = [
-            [i for i in range(len(self.params)) if i * groups // len(self.params) == g] for g in range(groups)
-        ]
-        self.opt = self.optimizer()
-
-    def optimizer(self) -> SGDOL:
-        return SGDOL([{"params": [self.params[i] for i in dealt]} for dealt in self.dealt if dealt], **self.options)
-
-    @property
-    def x(self) -> np.ndarray:
-        return torch.cat([p.detach() for p in self.params]).numpy().copy()
-
-    def passes(self, step: np.ndarray) -> list[tuple[np.ndarray, float, bool]]:
-        """(noise, weight, whether a step follows) of each backward pass of one round."""
-        if self.source == "alternating":
-            return [(noise, 1.0, True) for noise in step[:2]]
-        weight = 1 / len(step) if self.divide else 1.0
-        return [(noise, weight, i == len(step) - 1) for i, noise in enumerate(step)]
-
-    def backward(self, noise: np.ndarray, weight: float) -> None:
-        (weight * self.f_scale * objective(torch.cat(self.params) / self.x_scale, noise)).backward()
-
-    def step(self) -> None:
-        self.opt.step()
-        self.opt.zero_grad()
+        count = len(self.params)
+        dealt = [[p for i, p in enumerate(self.params) if i * groups // count == g] for g in range(groups)]
+        self.opt = SGDOL([{"params": params} for params in dealt if params], **options)
 
     def run(self, gradients: np.ndarray) -> np.ndarray:
         """The iterates, in the units of x rather than of b x."""
-        iterates = []
-        for round_ in gradients:
-            for noise, weight, then_step in self.passes(round_):
-                self.backward(noise, weight)
-                if then_step:
-                    self.step()
-            iterates.append(self.x / self.x_scale)
+        iterates, alternating = [], self.source == "alternating"
+        for step in gradients:
+            weight = 1 / len(step) if self.divide and not alternating else 1.0
+            for i, noise in enumerate(step[:2] if alternating else step):
+                (weight * self.f_scale * objective(torch.cat(self.params) / self.x_scale, noise)).backward()
+                if alternating or i == len(step) - 1:
+                    one_step(self.opt, [])
+            iterates.append(torch.cat([p.detach() for p in self.params]).numpy() / self.x_scale)
         return np.array(iterates)
 
     def step_sizes(self) -> list[float]:
@@ -134,8 +111,7 @@ def close(one: np.ndarray, other: np.ndarray, tolerance: float) -> None:
 
 
 @every_granularity
-@every_estimator
-@ignore_identical
+@pytest.mark.parametrize("estimator", ["symmetric", "paper"])
 @examples(10)
 @given(
     gradients=noises(horizons=(1, 6), largest=1e100),
@@ -144,44 +120,32 @@ def close(one: np.ndarray, other: np.ndarray, tolerance: float) -> None:
     learner=st.sampled_from([None, FTRL()]),
 )
 def test_step_sizes_are_at_least_0_and_at_most_twice_lr(estimator, granularity, gradients, lr, alpha, learner):
-    """Of each coordinate, measured: the parameters are put to 0 before every step, so that x = -eta d after it."""
+    """Of each coordinate, measured: the parameters are put to 0 before every step, so that x = -eta d after it.
+
+    For the mean of k gradients u <= n, by Cauchy-Schwarz: the symmetric step never grows beyond lr.
+    """
     params = [torch.nn.Parameter(torch.zeros(s, dtype=torch.float64)) for s in (2, 1, 3)]
     opt = SGDOL([{"params": params[:1]}, {"params": params[1:]}], lr, alpha=alpha, estimator=estimator,
                 granularity=granularity, momentum=0.0, learner=learner)  # fmt: skip
+    pair, limit = estimator == "paper", lr * (2 if estimator == "paper" else 1 + 1e-12)
     for step in gradients:
         for p in params:
             p.data.zero_()
-        pair = estimator == "paper"
         for g in step[:2] if pair else step:
             (torch.cat(params) @ torch.from_numpy(g)).backward()
-            direction = torch.cat([p.grad for p in params])
+            direction = step[0] if pair else torch.cat([p.grad for p in params]).numpy()
             if pair:
                 opt.step()
                 opt.zero_grad()
-        if pair:
-            direction = step[0]
-        else:
+        if not pair:
             opt.step()
             opt.zero_grad()
         moved = torch.cat([p.detach() for p in params]).numpy()
-        direction = np.asarray(direction)
         eta = -moved[direction != 0] / direction[direction != 0]
         assert np.all(eta >= 0)
-        assert np.all(eta <= 2 * lr * (1 + 1e-14))
+        assert np.all(eta <= limit * (1 + 1e-14))
         for group in opt.param_groups:  # a root mean square for the finer granularities: some roundings
-            assert 0 <= float(group["step_size"]) <= 2 * lr * (1 + 1e-14)
-
-
-@every_granularity
-@ignore_identical
-@examples(10)
-@given(gradients=noises(largest=1e100))
-def test_the_symmetric_step_size_is_at_most_lr(granularity, gradients):
-    """u <= n for the mean of k gradients, by Cauchy-Schwarz: with FTRL the step never grows beyond 1/M."""
-    problem = Problem(lr=LR, granularity=granularity, groups=2, momentum=0.0, learner=FTRL())
-    for step in gradients:
-        problem.run(step[None])
-        assert max(problem.step_sizes()) <= LR * (1 + 1e-12)
+            assert 0 <= float(group["step_size"]) <= limit * (1 + 1e-14)
 
 
 # Equivariance ---------------------------------------------------------------------------------------------------------
@@ -199,39 +163,21 @@ powers_of_two = st.sampled_from([2.0**-7, 0.5, 2.0, 2.0**5])
 factors = st.floats(0.01, 100)
 
 
-@ignore_identical
-@examples(25)
-@given(gradients=moderate(), a=powers_of_two, configuration=configurations)
-def test_scaling_the_objective_by_a_power_of_two_changes_no_bit(gradients, a, configuration):
+@examples(50)
+@given(gradients=moderate(), a=powers_of_two, b=powers_of_two, configuration=configurations)
+def test_powers_of_two_of_the_objective_and_the_parameters_change_no_bit(gradients, a, b, configuration):
     plain = run(gradients, **configuration)
-    scaled = run(gradients, f_scale=a, lr=LR / a, **configuration)
+    scaled = run(gradients, f_scale=a, x_scale=b, lr=LR / a * b**2, **configuration)
     np.testing.assert_array_equal(scaled, plain)
 
 
-@ignore_identical
-@examples(25)
-@given(gradients=moderate(), a=factors, configuration=configurations)
-def test_scaling_the_objective_changes_nothing_but_rounding(gradients, a, configuration):
-    close(run(gradients, f_scale=a, lr=LR / a, **configuration), run(gradients, **configuration), 1e-10)
+@examples(50)
+@given(gradients=moderate(), a=factors, b=factors, configuration=configurations)
+def test_scaling_the_objective_and_the_parameters_changes_nothing_but_rounding(gradients, a, b, configuration):
+    scaled = run(gradients, f_scale=a, x_scale=b, lr=LR / a * b**2, **configuration)
+    close(scaled, run(gradients, **configuration), 1e-10)
 
 
-@ignore_identical
-@examples(25)
-@given(gradients=moderate(), b=powers_of_two, configuration=configurations)
-def test_scaling_the_parameters_by_a_power_of_two_changes_no_bit(gradients, b, configuration):
-    plain = run(gradients, **configuration)
-    scaled = run(gradients, x_scale=b, lr=LR * b**2, **configuration)
-    np.testing.assert_array_equal(scaled, plain)
-
-
-@ignore_identical
-@examples(25)
-@given(gradients=moderate(), b=factors, configuration=configurations)
-def test_scaling_the_parameters_changes_nothing_but_rounding(gradients, b, configuration):
-    close(run(gradients, x_scale=b, lr=LR * b**2, **configuration), run(gradients, **configuration), 1e-10)
-
-
-@ignore_identical
 @examples(15)
 @given(gradients=moderate(), granularity=granularities, alpha=st.sampled_from([None, 1.0]))
 def test_dividing_the_loss_by_the_number_of_microbatches_or_not_is_only_a_scale(gradients, granularity, alpha):
@@ -242,7 +188,6 @@ def test_dividing_the_loss_by_the_number_of_microbatches_or_not_is_only_a_scale(
     close(total, mean, 1e-10)
 
 
-@ignore_identical
 @examples(20)
 @given(gradients=moderate(), configuration=configurations)
 def test_maximizing_is_minimizing_the_negative(gradients, configuration):
@@ -255,39 +200,22 @@ def test_maximizing_is_minimizing_the_negative(gradients, configuration):
 
 
 @every_way
-@ignore_identical
-@examples(8)
+@examples(16)
 @given(
     gradients=moderate(),
     cuts=st.sets(st.integers(1, D - 1)).map(sorted),
+    groups=st.integers(1, 3),
     momentum=st.sampled_from([0.0, 0.9]),
     alpha=st.sampled_from([None, 1.0]),
 )
-def test_cutting_a_tensor_into_several_changes_nothing_under_global(
-    source, estimator, gradients, cuts, momentum, alpha
+def test_cutting_into_tensors_and_groups_of_the_same_lr_changes_nothing_under_global(
+    source, estimator, gradients, cuts, groups, momentum, alpha
 ):
     options = {"estimator": estimator, "source": source, "momentum": momentum, "alpha": alpha, "weight_decay": 0.01}
-    close(run(gradients, cuts=cuts, **options), run(gradients, cuts=(), **options), 1e-12)
-
-
-@every_way
-@ignore_identical
-@examples(8)
-@given(
-    gradients=moderate(),
-    groups=st.integers(2, 3),
-    momentum=st.sampled_from([0.0, 0.9]),
-    alpha=st.sampled_from([None, 1.0]),
-)
-def test_cutting_a_group_into_several_of_the_same_lr_changes_nothing_under_global(
-    source, estimator, gradients, groups, momentum, alpha
-):
-    options = {"estimator": estimator, "source": source, "momentum": momentum, "alpha": alpha, "weight_decay": 0.01}
-    close(run(gradients, groups=groups, **options), run(gradients, groups=1, **options), 1e-12)
+    close(run(gradients, cuts=cuts, groups=groups, **options), run(gradients, cuts=(), **options), 1e-12)
 
 
 @every_granularity
-@ignore_identical
 @examples(8)
 @given(gradients=moderate(ks=(2, 5)), seed=st.integers(0, 100), momentum=st.sampled_from([0.0, 0.9]))
 def test_the_order_of_microbatches_changes_nothing_for_the_symmetric_estimator(granularity, gradients, seed, momentum):
@@ -299,7 +227,6 @@ def test_the_order_of_microbatches_changes_nothing_for_the_symmetric_estimator(g
 
 @every_granularity
 @every_way
-@ignore_identical
 @examples(4)
 @given(first=moderate(horizons=(1, 12), ks=(1, 1)), k=st.integers(2, 5), alpha=st.sampled_from([None, 1e-3, 10.0]))
 def test_without_noise_the_step_size_is_lr(source, estimator, granularity, first, k, alpha):
@@ -312,7 +239,6 @@ def test_without_noise_the_step_size_is_lr(source, estimator, granularity, first
         assert problem.step_sizes() == pytest.approx([LR] * 2, rel=1e-13, abs=0)
 
 
-@ignore_identical
 @examples(12)
 @given(gradients=moderate(horizons=(2, 6)), granularity=granularities)
 def test_microbatches_and_alternating_steps_are_the_same_algorithm(gradients, granularity):

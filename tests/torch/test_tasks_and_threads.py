@@ -1,12 +1,11 @@
 """One backward in several graph tasks is one contribution; several backwards at the same time are refused."""
 
-import functools
 import threading
-import warnings
 
 import pytest
 import torch
-from closures import closure_of
+from loops import both, closure_of, flat
+from pairs import pairwise
 from processes import in_threads
 from torch.utils.checkpoint import checkpoint
 
@@ -16,14 +15,14 @@ SMALL, LARGE = 6, 130
 """Widths: the weights of the large layer have more than 2^14 numbers, and of such only a length is kept."""
 
 
-class Twice(torch.nn.Module):
-    """A layer that is used twice, each time in a segment of its own, and a head inside or outside of the last."""
+class Segments(torch.nn.Module):
+    """A layer that is used several times, each time in a segment of its own, and a head in or outside of the last."""
 
-    def __init__(self, width, reentrant, head_inside):
+    def __init__(self, width, reentrant, head_inside, uses=2):
         super().__init__()
         torch.manual_seed(0)
         self.layer, self.head = torch.nn.Linear(width, width), torch.nn.Linear(width, 1)
-        self.reentrant, self.head_inside = reentrant, head_inside
+        self.reentrant, self.head_inside, self.uses = reentrant, head_inside, uses
         self.double()
 
     def block(self, x):
@@ -33,80 +32,52 @@ class Twice(torch.nn.Module):
         return self.head(self.block(x)) if self.head_inside else self.block(x)
 
     def forward(self, x):
-        for part in (self.block, self.last):
+        x = x.clone().requires_grad_()
+        for part in [self.block] * (self.uses - 1) + [self.last]:
             x = part(x) if self.reentrant is None else checkpoint(part, x, use_reentrant=self.reentrant)
         return x if self.head_inside else self.head(x)
 
 
-def loss_of(net, x):
-    return net(x.clone().requires_grad_()).square().mean()
-
-
-def train(net, options, width, between=lambda net: None):
-    opt = SGDOL(net.parameters(), lr=0.1, momentum=0.0, **options)
+def draws(count, width):
     generator = torch.Generator().manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            for _ in range(3):
-                x = torch.randn(5, width, generator=generator, dtype=torch.float64).requires_grad_()
-                (net(x).square().mean() / 3).backward()
-            between(net)
-            opt.step()
-            opt.zero_grad()
-    return opt.diagnostics()["gradients"], torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+    return torch.randn(count, 5, width, generator=generator, dtype=torch.float64)
 
 
-def clipped(net):
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+def trained(make, net, width, parts, clip=None, **options):
+    """After four steps, whose warnings are errors: how many gradients there were, and the parameters."""
+    opt = make(net.parameters(), **options)
+    for batch in draws(4 * parts, width).split(parts):
+        after = (lambda: torch.nn.utils.clip_grad_norm_(net.parameters(), clip)) if clip else lambda: None
+        opt.step(closure_of(opt, lambda batch=batch: (net(x).square().mean() / parts for x in batch), after))
+    return opt.diagnostics()["gradients"], flat(net.parameters())
 
 
-@pytest.mark.parametrize("between", [lambda net: None, clipped], ids=["as it is", "clipped"])
-@pytest.mark.parametrize("head_inside", [False, True])
-@pytest.mark.parametrize("options", [{}, {"granularity": "coordinate"}])
-def test_a_module_in_two_reentrant_segments_is_one_contribution_per_backward(options, head_inside, between):
-    _, expected = train(Twice(SMALL, None, head_inside), options, SMALL, between)
-    count, found = train(Twice(SMALL, True, head_inside), options, SMALL, between)
-    assert count == 3
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.parametrize("head_inside", [False, True])
-def test_without_a_rate_a_module_in_two_reentrant_segments_is_one_contribution_per_backward(head_inside, parts):
-    found = []
-    for reentrant in (None, True):
-        net = Twice(SMALL, reentrant, head_inside)
-        opt = SGDOLFree(net.parameters())
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(4):
-            batch = torch.randn(parts, 5, SMALL, generator=generator, dtype=torch.float64)
-
-            opt.step(closure_of(opt, lambda: (loss_of(net, x) / parts for x in batch)))  # noqa: B023
-        found.append(opt.diagnostics())
-    assert found[1]["gradients"] == parts
-    assert found[1]["signal_to_noise"] == pytest.approx(found[0]["signal_to_noise"], rel=1e-9)
-    assert found[1]["step_size"] == pytest.approx(found[0]["step_size"], rel=1e-9)
+@both
+@pairwise(parts=[2, 3], head_inside=[False, True], clip=[None, 0.01], granularity=["global", "coordinate"])
+def test_a_module_in_two_reentrant_segments_is_one_contribution_per_backward(
+    make, parts, head_inside, clip, granularity
+):
+    options = {} if make is SGDOLFree else {"granularity": granularity}
+    found = [trained(make, Segments(SMALL, r, head_inside), SMALL, parts, clip, **options) for r in (None, True)]
+    assert [count for count, _ in found] == [parts] * 2
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-8, atol=1e-10)
 
 
 def test_a_large_module_in_two_reentrant_segments_is_said():
-    net = Twice(LARGE, True, False)
+    net = Segments(LARGE, True, False)
     opt = SGDOL(net.parameters(), lr=0.1)
-    x = torch.randn(5, LARGE, dtype=torch.float64)
-    loss_of(net, x).backward()  # the first contribution is .grad itself
+    x = draws(1, LARGE)[0]
+    net(x).square().mean().backward()  # the first contribution is .grad itself
     with pytest.warns(UserWarning, match="use_reentrant=False"):
-        loss_of(net, 2 * x).backward()
+        net(2 * x).square().mean().backward()
     opt.step()
 
 
-def test_a_large_module_in_one_reentrant_segment_is_measured():
-    class Once(Twice):
-        def forward(self, x):
-            return checkpoint(self.last, x, use_reentrant=True) if self.reentrant else self.last(x)
-
-    found = [train(Once(LARGE, reentrant, True), {}, LARGE) for reentrant in (None, True)]
+@both
+def test_a_large_module_in_one_reentrant_segment_is_measured(make):
+    found = [trained(make, Segments(LARGE, reentrant, True, uses=1), LARGE, 3) for reentrant in (None, True)]
     assert [count for count, _ in found] == [3, 3]
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-8, atol=1e-10)
 
 
 class Meeting(torch.autograd.Function):
@@ -123,38 +94,24 @@ class Meeting(torch.autograd.Function):
         return gradient, None
 
 
-def at_the_same_time(net, batch, *, before):
-    """So many passes as usual, and then two more in threads of their own, neither of which ends first."""
-    barrier = threading.Barrier(2)
-    for x in batch[:before]:
-        net(x).square().mean().backward()
-    losses = [net.head(Meeting.apply(net.block(x), barrier)).square().mean() for x in batch[before:]]
-    in_threads(*(loss.backward for loss in losses))
-    return sum(losses)
+@both
+@pairwise(before=[0, 1], width=[SMALL, LARGE])
+def test_passes_in_two_threads_at_the_same_time_are_refused_and_leave_nothing_behind(make, before, width):
+    """After so many passes as usual there are two more in threads of their own, neither of which ends first."""
+    net = Segments(width, None, False)
+    opt = make(net.parameters())
+    batch = draws(before + 2, width)
 
+    def at_the_same_time():
+        barrier = threading.Barrier(2)
+        for x in batch[:before]:
+            net(x).square().mean().backward()
+        losses = [net.head(Meeting.apply(net.block(x), barrier)).square().mean() for x in batch[before:]]
+        in_threads(*(loss.backward for loss in losses))
+        return sum(losses)
 
-refused = functools.partial(pytest.raises, RuntimeError, match=r"several threads at the same time.*one after the other")
-
-
-@pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize("width", [SMALL, LARGE])
-def test_passes_in_two_threads_at_the_same_time_are_refused_and_leave_nothing_behind(width, before):
-    net = Twice(width, None, False)
-    opt = SGDOL(net.parameters(), lr=0.1)
-    at_the_same_time(net, torch.randn(before + 2, 5, width, dtype=torch.float64), before=before)
-    with refused():
-        opt.step()
+    with pytest.raises(RuntimeError, match=r"several threads at the same time.*one after the other"):
+        opt.step(at_the_same_time)
     opt.zero_grad()
-    for x in torch.randn(2, 5, width, dtype=torch.float64):
-        net(x).square().mean().backward()
-    opt.step()
+    opt.step(closure_of(opt, lambda: (net(x).square().mean() for x in batch[:2])))
     assert (opt.diagnostics()["updates"], opt.diagnostics()["gradients"]) == (1, 2)
-
-
-@pytest.mark.parametrize("before", [0, 1])
-def test_without_a_rate_passes_in_two_threads_at_the_same_time_are_refused(before):
-    net = Twice(SMALL, None, False)
-    opt = SGDOLFree(net.parameters())
-    batch = torch.randn(before + 2, 5, SMALL, dtype=torch.float64)
-    with refused():
-        opt.step(lambda: at_the_same_time(net, batch, before=before))

@@ -3,30 +3,18 @@
 import itertools
 import math
 import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
-from closures import one_step
+from loops import batch, both, fit, net_closure, objective, one_step, plain, said
 
-from sgdol import PAPER, SGDOL
+from sgdol import PAPER, SGDOL, SGDOLFree
 from sgdol.learners import FTRL
 from sgdol.torch import backward
 
 HOLDS = "updates at every second step"
 ZERO = "exactly 0"
-DIVERGED = "skipped 10 updates in a row"
 NOT_ZEROED = "not zeroed"
-
-
-@contextmanager
-def said():
-    """The sentences that are said inside."""
-    sentences = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield sentences
-    sentences += [str(w.message) for w in caught]
 
 
 def noise(seed=0):
@@ -116,15 +104,6 @@ def test_a_rate_of_zero_is_the_schedulers_wish_and_says_nothing():
     assert sentences == []
 
 
-def test_divergence_is_said_once_after_ten_skips_and_names_lr():
-    x = weight(1e3)
-    opt = SGDOL([x], lr=1e9)
-    with said() as sentences:
-        for _ in range(100):
-            one_step(opt, ((x**4).sum().add(x @ g).div(2) for g in itertools.islice(noise(1), 2)))
-    assert [DIVERGED in s and "lr=1e+09" in s for s in sentences if "same gradient" not in s] == [True]
-
-
 def test_skips_between_updates_are_not_divergence():
     x = weight()
     opt = SGDOL([x], lr=0.1)
@@ -132,7 +111,7 @@ def test_skips_between_updates_are_not_divergence():
         for step in range(40):
             one_step(opt, (x @ (g * (math.nan if step % 2 else 1)) for g in itertools.islice(noise(step), 2)))
     assert opt.diagnostics()["skipped"] == 20
-    assert not any(DIVERGED in s for s in sentences)
+    assert not any("in a row" in s for s in sentences)
 
 
 def test_forgotten_zero_grad_is_said_once():
@@ -173,20 +152,52 @@ def test_gradients_of_another_loss_that_are_zeroed_before_the_next_step_say_noth
     assert sentences == []
 
 
-def test_diagnostics_are_bounded_where_noise_makes_the_signal_negative():
-    x = weight()
-    opt = SGDOL([x], lr=0.1, learner=FTRL(), momentum=0.0)
-    run(opt, x, opposite(), steps=3)
-    found = opt.diagnostics()
-    assert found["signal_to_noise"] == 0.0
-    assert found["noise_scale"] == math.inf
-
-
 @pytest.mark.filterwarnings("ignore:SGDOL was given the same gradient twice")
-def test_diagnostics_are_bounded_where_there_is_no_noise():
-    x = weight()
-    opt = SGDOL([x], lr=0.1, learner=FTRL(), momentum=0.0)
-    run(opt, x, itertools.repeat(torch.ones(8, dtype=torch.float64)), steps=3)
-    found = opt.diagnostics()
-    assert 2.0**40 < found["signal_to_noise"] <= 2.0**52
-    assert 0 <= found["noise_scale"] < 2.0**-40
+def test_diagnostics_are_bounded_where_noise_makes_the_signal_negative_and_where_there_is_none():
+    found = []
+    for gradients in (opposite(), itertools.repeat(torch.ones(8, dtype=torch.float64))):
+        x = weight()
+        opt = SGDOL([x], lr=0.1, learner=FTRL(), momentum=0.0)
+        run(opt, x, gradients, steps=3)
+        found.append((opt.diagnostics()["signal_to_noise"], opt.diagnostics()["noise_scale"]))
+    assert found[0] == (0.0, math.inf)
+    assert 2.0**40 < found[1][0] <= 2.0**52
+    assert 0 <= found[1][1] < 2.0**-40
+
+
+# Both optimizers ------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_ten_skips_running_are_said_once(make):
+    net = plain()
+    opt = make(net.parameters())
+
+    def skip(count):
+        for _ in range(count):
+            opt.step(net_closure(opt, net, batch(0) * math.nan))
+        opt.zero_grad()
+
+    skip(9)  # warnings are errors
+    fit(net, opt, [0])
+    skip(9)
+    sentence = "skipped 10 steps in a row" if make is SGDOLFree else "skipped 10 updates in a row.*lr=0.1"
+    with pytest.warns(UserWarning, match=sentence):
+        skip(1)
+    skip(20)
+
+
+@both
+def test_the_same_samples_in_both_halves_are_said_once_and_point_at_the_loop(make):
+    net = plain()
+    opt = make(net.parameters())
+    torch.optim.lr_scheduler.StepLR(opt, step_size=100)  # schedulers wrap step(), which must not hide the caller
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t in range(12):
+            backward(lambda x: objective(net, x), batch(t).repeat(2, 1))
+            opt.step()
+            opt.zero_grad()
+    assert len(caught) == 1
+    assert any(words in str(caught[0].message) for words in ("the same gradient twice", "are the same samples"))
+    assert caught[0].filename == __file__
