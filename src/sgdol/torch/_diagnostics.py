@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sgdol import summary
 
-__all__ = ["KEPT", "report", "skipped", "zeros"]
+__all__ = ["added", "report", "skipped", "zeros"]
 
 # Two counts, three sums weighted by lr/(1 - beta), and moving averages of the last two. Others read totals[0].
 ROWS = ("updates", "skipped", "surrogate", "signal", "length", "recent_signal", "recent_length")
@@ -25,6 +25,15 @@ def skipped(totals: Tensor) -> Tensor:
     one = torch.zeros_like(totals)
     one[ROWS.index("skipped")] = 1
     return totals + one
+
+
+def added(totals: Tensor, sums: list[Any]) -> Tensor:
+    """The totals after one more update, with these sums of the surrogate loss, of u and of n."""
+    _, signal, length = sums
+    row = [1.0, 0.0, *sums, (1 - summary.RECENT) * signal, (1 - summary.RECENT) * length]
+    if isinstance(signal, Tensor):
+        return totals * KEPT.to(totals) + torch.stack([torch.as_tensor(x).to(totals) for x in row])
+    return KEPT.mul(totals).add_(torch.tensor(row, dtype=torch.float64))
 
 
 def report(totals: Tensor | None, k: int) -> dict[str, Any]:

@@ -11,48 +11,91 @@ Learners that use hindsight are also told what the last step was worth, :math:`\
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sgdol._numbers import ratio, where
+from sgdol._numbers import where
 from sgdol.surrogate import momentum_signal
 from sgdol.torch._gradients import Gradients
 from sgdol.torch._update import Gate
 from sgdol.torch._vectors import Layout, Numbers, Vector, as_number
 from sgdol.torch._world import World
 
-__all__ = ["Direction", "Directions", "uses_momentum"]
+__all__ = ["Direction", "Directions", "Part", "Parts", "uses_momentum"]
+
+
+class Part(NamedTuple):
+    """Numbers that have all options in common: those of a group, or an array of one tensor."""
+
+    group: int  # index into Layout.groups
+    entries: list[int]
+
+
+class Parts:
+    """Cuts :data:`Numbers` into parts, and joins them again.
+
+    Args:
+        layout: the parameters.
+        pooled: whether there is a single number: then no option differs between groups.
+    """
+
+    def __init__(self, layout: Layout, pooled: bool) -> None:
+        self.layout, self.pooled = layout, pooled
+        members: dict[int, list[int]] = {}
+        for e, entry in enumerate(layout.entries):
+            if not entry.coordinates:
+                members.setdefault(0 if pooled else entry.group, []).append(e)
+        arrays = [Part(layout.entries[e].group, [e]) for e in layout.coordinates]
+        self.parts = [*(Part(place, entries) for place, entries in members.items()), *arrays]
+        self._counts = [sum(len(layout.entries[e].sizes) for e in entries) for entries in members.values()]
+        self._blanks = [layout.like.expand(count) for count in self._counts]  # zeros, for numbers that are None
+
+    def cut(self, numbers: Numbers) -> list[Any]:
+        if len(self._counts) > 1:
+            return [*numbers[0].split(self._counts), *numbers[1:]]
+        return numbers if self._counts else numbers[1:]
+
+    def join(self, values: list[Any]) -> Numbers:
+        if len(self._counts) == 1:
+            return values
+        numbers = [blank if x is None else x for x, blank in zip(values, self._blanks, strict=False)]
+        return [torch.cat(numbers) if numbers else self.layout.like.new_zeros(0), *values[len(numbers) :]]
+
+    def over_ranks(self, world: World, products: list[list[Any]]) -> list[list[Any]]:
+        """Products of this rank's pieces, some of them None -> of whole tensors, in one message."""
+        rows = list(zip(products, self._blanks, strict=False))  # arrays are of this rank's own coordinates
+        if all(x is None for row, _ in rows for x in row):
+            return products
+        own = [torch.stack([blank if x is None else x for x in row]) for row, blank in rows]
+        total = world.total([self.layout.params[i] for i in self.layout.numbered], torch.cat(own, dim=1))
+        return [*map(list, total.split(self._counts, dim=1)), *products[len(rows) :]]
 
 
 class Direction(NamedTuple):
     """What an update is made of."""
 
+    parts: Parts
     d: Vector  # the direction of entry e is scales[e] * d[e]; not to be written to
     scales: list[Any]
-    u: Numbers  # the signal <d, grad f>
-    n: Numbers  # <d, D d>
-    last: Numbers  # <g_t, d_{t-1}>: what the last step turned out to be worth; 0 where no learner asks
+    # One value per part.
+    u: list[Any]  # the signal <d, grad f>
+    n: list[Any]  # <d, D d>
+    last: list[Any]  # <g_t, d_{t-1}>: what the last step turned out to be worth; None where no learner asks
 
 
-PLANNED = ("momentum", "statistics", "bias_correction", "epoch", "learner", "metric")  # options that _Plan is made of
+class _Momentum(NamedTuple):
+    """The momentum of a group in one update."""
 
-
-class _Plan(NamedTuple):
-    """What the options of the groups say about the directions of a layout: made once for many updates."""
-
-    layout: Layout
-    options: Any  # those that it was made of
-    has_momentum: list[tuple[dict[str, Any], bool]]  # each group, and whether it has or has had momentum
-    is_gradient: bool  # True if d = D^-1 g, and no learner uses hindsight
-    has_epochs: bool
-    weights: list[float]  # 1 - beta of each entry
-    has_last: list[bool]  # of each group: whether d_{t-1} is in the state
-    keeps: list[bool]  # of each group: whether d_t is to be written there
-    by_tensor: list[Numbers]  # beta, of_direction, asks and has_last, as _learner_numbers takes them
+    moves: bool  # whether the group has or has had momentum
+    asks: bool  # whether the learner uses hindsight
+    keeps: bool  # whether d_t is to be written to state["direction"]
+    in_state: bool  # whether d_{t-1} is there; else it is the momentum, divided by `before`
+    weight: Any  # of the gradient: 1 - beta
+    before: Any  # what d_{t-1} was divided by
+    after: Any  # what d_t is divided by
 
 
 def uses_momentum(group: dict[str, Any]) -> bool:
@@ -75,188 +118,120 @@ class Directions:
         world: Callable[[], World],
     ) -> None:
         self._hindsight, self._euclidean, self._world = hindsight, euclidean, world
-        self._plan: _Plan | None = None
+        self._parts: Parts | None = None
 
     def keeps_direction(self, group: dict[str, Any]) -> bool:
         """True if state["direction"] holds d_t. Hindsight needs it unless momentum in Euclid's norm equals it."""
         return self._hindsight(group) and not (uses_momentum(group) and self._euclidean(group))
 
-    def make(self, gradients: Gradients, updates: Tensor, gate: Gate) -> Direction:
+    def make(self, gradients: Gradients, updates: Any, gate: Gate) -> Direction:
         """The direction of the update after so many others. It moves the momenta on."""
-        layout, D, n, u = gradients.layout, gradients.operators, gradients.n, gradients.u
-        entries = layout.entries
-        options = [(*map(group.get, PLANNED), "momentum_weight" in group) for group in layout.groups]
-        plan = self._plan
-        if plan is None or plan.layout is not layout or plan.options != options:
-            plan = self._plan = self._make_plan(layout, options)
-        g = gradients.g if gate.host else gate.finite(gradients.g)
-        pooled = isinstance(n[0], float)
-
-        zeros: Numbers = [0.0] * len(u)
-        epoch_bias = zeros
-        if plan.has_epochs:
-            u, epoch_bias = _corrected_for_epochs(layout, n, u, gate.number(updates))
-        if plan.is_gradient:
-            return Direction(D.sharp(g), [1.0] * len(g), u, n, zeros)
-        last = zeros
-        if True in plan.has_last:
-            # In Euclid's norm d_{t-1} is the momentum, and <m_{t-1}, g_t> is computed below: here it counts as 0. A
-            # group that got its momentum after the last update still has its d_{t-1} in the state.
-            before = [
-                layout.vector("direction", e)
-                if plan.has_last[entry.group] and (plan.keeps[entry.group] or layout.has_state("direction", e))
-                else torch.zeros_like(g[e])
-                for e, entry in enumerate(entries)
-            ]
-            last = layout.products(g, before, pooled=pooled)
-        weights = [
-            _move_weight(group, layout, gate) if has_momentum else (1.0, 1.0)
-            for group, has_momentum in plan.has_momentum
-        ]
-        crosses, squares, d, scales = [], [], [], []
-        for e, entry in enumerate(entries):
-            # Without momentum, the gradient stands in for both the old and the new one.
-            m = layout.vector("momentum", e) if plan.has_momentum[entry.group][1] else g[e]
-            weight = plan.weights[e] if gate.host else gate.weight(plan.weights[e])
-            cross, sharp, square = _move_momentum(layout, e, D[e], m, g[e], weight, pooled)
-            crosses.append(cross)
-            squares.append(square)
-            d.append(sharp)
-            scales.append(1 / weights[entry.group][1])
-            if plan.keeps[entry.group]:
-                old, new = layout.vector("direction", e), sharp * scales[e]
-                d[e], scales[e] = old.copy_(gate.choose(new, old)), 1.0
-        if pooled:
-            cross_, square_ = [sum(crosses)], [sum(squares)]
-        else:
-            cross_, square_ = layout.joined(crosses), layout.joined(squares)
-            if self._world().spread:
-                cross_, square_, last = self._over_ranks(layout, cross_, square_, last)
-        divisors = [layout.by_group(values) for values in zip(*weights, strict=True)]
-        rows = zip(*plan.by_tensor, *divisors, cross_, square_, last, u, n, epoch_bias, strict=True)
-        return Direction(d, scales, *map(list, zip(*(_learner_numbers(*row) for row in rows), strict=True)))
-
-    def _make_plan(self, layout: Layout, options: Any) -> _Plan:
-        groups = layout.groups
-        has_momentum, asks = [uses_momentum(group) for group in groups], [self._hindsight(group) for group in groups]
-        betas = [float(group["momentum"]) if moves else 0.0 for group, moves in zip(groups, has_momentum, strict=True)]
+        layout, g, pooled = gradients.layout, gate.finite(gradients.g), isinstance(gradients.n[0], float)
+        parts = self._parts
+        if parts is None or parts.layout is not layout or parts.pooled != pooled:
+            parts = self._parts = Parts(layout, pooled)
+        betas = [float(group["momentum"]) for group in layout.groups]
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"momentum must be at least 0 and less than 1, parameter groups have {betas}")
-        of_direction = [
-            moves and group["statistics"] != "gradient" for group, moves in zip(groups, has_momentum, strict=True)
+        momenta = [self._momentum(group, layout, gate) for group in layout.groups]
+        d: Vector = list(g)
+        scales: list[Any] = [1.0] * len(g)
+        products: list[list[Any]] = []
+        for part in parts.parts:
+            rows = []
+            for e in part.entries:
+                momentum = momenta[layout.entries[e].group]
+                d[e], scales[e], *row = _move_momentum(layout, e, gradients.operators[e], g[e], momentum, gate, pooled)
+                rows.append(row)
+            products.append(rows[0] if len(rows) == 1 else [_joined(column) for column in zip(*rows, strict=True)])
+        if self._world().spread:
+            products = parts.over_ranks(self._world(), products)
+        numbers = zip(parts.parts, products, parts.cut(gradients.u), parts.cut(gradients.n), strict=True)
+        statistics = [
+            _statistics(layout.groups[part.group], momenta[part.group], row, u, n, updates)
+            for part, row, u, n in numbers
         ]
+        return Direction(parts, d, scales, *map(list, zip(*statistics, strict=True)))
 
-        def flags(values: list[bool]) -> Numbers:  # one flag for all, or a boolean for each tensor
-            return [value > 0 if isinstance(value, Tensor) else value for value in layout.by_group(values)]
+    def _momentum(self, group: dict[str, Any], layout: Layout, gate: Gate) -> _Momentum:
+        # In Euclid's norm d_{t-1} is the momentum, once that has moved: it has a weight then. A group that got its
+        # momentum after the last update still has its d_{t-1} in the state.
+        moves, asks, keeps = uses_momentum(group), self._hindsight(group), self.keeps_direction(group)
+        in_state = asks and not (self._euclidean(group) and "momentum_weight" in group)
+        beta = float(group["momentum"])
+        before = after = 1.0
+        if moves:
+            old = gate.number(as_number(group.get("momentum_weight", 0.0), layout.like))
+            new = beta * old + (1 - beta)  # not 1 - beta^t: schedulers may change beta
+            group["momentum_weight"] = as_number(gate.choose(new, old), layout.like)
+            if group["bias_correction"]:
+                before, after = old, new
+        return _Momentum(moves, asks, keeps, in_state, gate.weight(1 - beta), before, after)
 
-        # In Euclid's norm d_{t-1} is the momentum, once that has moved: it has a weight then.
-        is_momentum = [self._euclidean(group) and "momentum_weight" in group for group in groups]
-        has_last = [a and not same for a, same in zip(asks, is_momentum, strict=True)]
-        return _Plan(
-            layout,
-            options,
-            list(zip(groups, has_momentum, strict=True)),
-            not (any(has_momentum) or any(asks)),
-            any(group["epoch"] is not None for group in groups),
-            [1 - betas[entry.group] for entry in layout.entries],
-            has_last,
-            [self.keeps_direction(group) for group in groups],
-            [layout.by_group(betas), *map(flags, (of_direction, asks, has_last))],
-        )
 
-    def _over_ranks(self, layout: Layout, *products: Numbers) -> list[Numbers]:
-        world = self._world()
-        params = [layout.params[i] for i in layout.numbered]
-        # One message for all products. A product that is 0 for all tensors is a float.
-        own = torch.stack([p[0] if isinstance(p[0], Tensor) else layout.like.expand(len(params)) for p in products])
-        return [[row, *p[1:]] for row, p in zip(world.total(params, own), products, strict=True)]
+def _joined(values: tuple[Any, ...]) -> Any:
+    if values[0] is None:
+        return None
+    return sum(values) if isinstance(values[0], float) else torch.cat(values)
 
 
 def _move_momentum(
-    layout: Layout, e: int, operator: Any, m: Tensor, g: Tensor, weight: Any, pooled: bool
-) -> tuple[Any, Tensor, Any]:
-    """m_t = m_{t-1} + weight (g - m_{t-1}), in place. Returns <m_{t-1}, D^-1 g>, D^-1 m_t and <m_t, D^-1 m_t>.
+    layout: Layout, e: int, operator: Any, g: Tensor, momentum: _Momentum, gate: Gate, pooled: bool
+) -> tuple[Tensor, Any, Any, Any, Any]:
+    """The direction of an entry, its scale, and three products; None where nobody asks for one.
 
-    If m is g, nothing moves.
+    The products are <m_{t-1}, D^-1 g>, <m_t, D^-1 m_t> and, for hindsight, <g, d_{t-1}>. If d_{t-1} is not in the
+    state, it is the momentum, and the first product stands for it.
     """
-    entry = layout.entries[e]
-    if entry.merged or entry.coordinates:
-        sharp = g if operator.is_identity else operator.sharp(g)
-        cross = square = layout.number(e, m, sharp, pooled)
-        if m is not g:
-            m.lerp_(g, weight)
-            sharp = m if operator.is_identity else operator.sharp(m)
-            square = layout.number(e, m, sharp, pooled)
-        return cross, sharp, square
-    if m is g:
-        sharp, cross = operator.sharp(g), operator.inner(g, g)
-        square = cross
-    else:
-        cross, sharp, square = operator.advance(m, g, weight)
-    if pooled:
-        return cross.item(), sharp, square.item()
-    like = layout.like
-    return cross.to(like.device).reshape(1), sharp, square.to(like.device).reshape(1)
+    cross = square = last = None
+    if momentum.in_state and (momentum.keeps or layout.has_state("direction", e)):
+        last = layout.number(e, g, layout.vector("direction", e), pooled)
+    d = g
+    if momentum.moves:
+        m = layout.vector("momentum", e)
+        if layout.entries[e].merged or layout.entries[e].coordinates:
+            cross = layout.number(e, m, operator.sharp(g), pooled)
+            d = operator.sharp(m.lerp_(g, momentum.weight))
+            square = layout.number(e, m, d, pooled)
+        else:
+            cross, d, square = operator.advance(m, g, momentum.weight)
+            # A float if pooled, else a tensor of one number.
+            cross, square = (x.item() if pooled else x.to(layout.like.device).reshape(1) for x in (cross, square))
+        last = cross if last is None and momentum.asks else last
+    elif not operator.is_identity:
+        d = operator.sharp(g)
+    scale = 1 / momentum.after
+    if not momentum.keeps:
+        return d, scale, cross, square, last
+    old, new = layout.vector("direction", e), d * scale
+    return old.copy_(gate.choose(new, old)), 1.0, cross, square, last
 
 
-def _learner_numbers(
-    beta: Any, of_direction: Any, asks: Any, has_last: Any, before: Any, after: Any,
-    cross: Any, square: Any, last: Any, u: Any, n: Any, epoch_bias: Any,
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """(u, n, last) as the learner takes them: of all tensors together, of each tensor, or of each coordinate.
+def _statistics(
+    group: dict[str, Any], momentum: _Momentum, products: list[Any], u: Any, n: Any, updates: Any
+) -> tuple[Any, Any, Any]:
+    """(u, n, last) as the learner takes them, of all tensors together, of each tensor, or of each coordinate.
 
     Args:
-        beta: the momentum.
-        of_direction: True for (u, n) of the direction, False for those of the gradients alone.
-        asks: whether the learner uses hindsight.
-        has_last: whether the argument ``last`` is <g_t, d_{t-1}>; else that is cross/before.
-        before: what the last direction was divided by, w_{t-1}.
-        after: what this direction is divided by, w_t.
-        cross: <m_{t-1}, D^-1 g_t>.
-        square: <m_t, D^-1 m_t>.
-        last: see has_last.
+        group: the parameter group.
+        momentum: of the group.
+        products: what :func:`_move_momentum` returned.
         u: the signal of the gradients.
         n: their squared length.
-        epoch_bias: by how much ``cross`` is too low because batches are drawn without replacement.
+        updates: how many updates there have been.
     """
-    # A flag is a bool if it is the same for all tensors: then nothing is computed of the other case.
-    hindsight = 0.0
-    if asks is not False:
-        hindsight = last if has_last is True else ratio(cross, before, 0.0 * cross)
-        if isinstance(has_last, Tensor):
-            hindsight = where(has_last, last, hindsight)
-        if isinstance(epoch_bias, Tensor) or epoch_bias:
-            hindsight = hindsight + epoch_bias / where(before > 0, before, 1.0)
-        if asks is not True:
-            hindsight = where(asks, hindsight, 0.0)
-    if of_direction is False:
-        return u, n, hindsight
-    signal, length = momentum_signal(cross + epoch_bias, u, beta, after), square / (after * after)
-    if of_direction is True:
-        return signal, length, hindsight
-    return where(of_direction, signal, u), where(of_direction, length, n), hindsight
-
-
-def _move_weight(group: dict[str, Any], layout: Layout, gate: Gate) -> tuple[Any, Any]:
-    """(w_{t-1}, w_t), where w_t = beta w_{t-1} + 1 - beta is kept in the group; (1, 1) without bias correction."""
-    beta, old = float(group["momentum"]), group.get("momentum_weight", layout.like)
-    old = old.item() if gate.host else old.to(layout.like)
-    new = beta * old + (1 - beta)  # not 1 - beta^t: schedulers may change beta
-    new = new if gate.host else gate.choose(new, old)
-    group["momentum_weight"] = as_number(new, layout.like)
-    return (old, new) if group["bias_correction"] else (1.0, 1.0)
-
-
-def _corrected_for_epochs(layout: Layout, n: Numbers, u: Numbers, updates: Any) -> tuple[Numbers, Numbers]:
-    """(u + (n - u)/T, (1 - beta^j) (n - u)/T) in update j of an epoch of T updates without replacement.
-
-    The product of two gradients of one epoch is too low by (n - u)/T, because a sample drawn for one cannot be drawn
-    for the other. The momentum has 1 - beta^j of its weight from this epoch.
-    """
-    groups = layout.groups
-    lengths = [float(group["epoch"] or math.inf) for group in groups]
-    ages = [0.0 if math.isinf(length) else updates % length for length in lengths]
-    shares = [1 - float(group["momentum"]) ** age for group, age in zip(groups, ages, strict=True)]
-    each = zip(n, u, layout.by_group(lengths), layout.by_group(shares), strict=True)
-    pairs = [(b + (a - b) / length, share * (a - b) / length) for a, b, length, share in each]
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    cross, square, last = products
+    divisor = where(momentum.before > 0, momentum.before, 1.0)
+    if last is not None and not momentum.in_state:
+        last = last / divisor
+    if group["epoch"] is not None:
+        # The product of two gradients of an epoch of T updates is too low by (n - u)/T, because a sample drawn for one
+        # cannot be drawn for the other. After j updates of it, the momentum has 1 - beta^j of its weight from it.
+        low = (n - u) / group["epoch"]
+        u = u + low
+        low = low * (1 - float(group["momentum"]) ** (updates % group["epoch"]))
+        cross, last = (None if x is None else x + y for x, y in ((cross, low), (last, low / divisor)))
+    if momentum.moves and group["statistics"] != "gradient":
+        beta, w = float(group["momentum"]), momentum.after
+        u, n = momentum_signal(cross, u, beta, w), square / (w * w)
+    return u, n, last

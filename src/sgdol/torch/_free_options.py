@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from sgdol import metrics
 from sgdol.free import State
+from sgdol.torch._options import BOTH, WITHIN, Check, number, refuse_unknown
 from sgdol.torch._options import INSTEAD as OF_OTHERS
-from sgdol.torch._options import LARGEST, check_flag, check_foreach, check_number, refuse_unknown
 from sgdol.torch._options import OPTIONS as OF_SGDOL
 from sgdol.torch._world import real_view
 
@@ -29,7 +28,11 @@ __all__ = [
 ]
 
 # In every parameter group. (``defaults`` has more keys after unpickling: torch adds its own.)
-OPTIONS = ("lr", "momentum", "weight_decay", "averaging", "metric", "maximize", "foreach")
+OPTIONS: dict[str, Check] = {
+    "lr": number(WITHIN[0], f"{WITHIN[1]}; 1 is the step size that is learned", tensor=True),
+    "averaging": number(lambda v: v >= 0, "at least 0 and finite"),
+    **BOTH,
+}
 
 # What to do in place of an option of SGDOL or of another optimizer.
 INSTEAD = {
@@ -44,20 +47,7 @@ SHARED = ("momentum", "averaging", "metric", "maximize", "foreach")
 
 def checked(options: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
     refuse_unknown(unknown, "SGDOLFree", options, INSTEAD)
-    metrics.get(options["metric"])
-    at_least_0 = (lambda v: v >= 0), "at least 0 and finite"
-    at_most = (lambda v: 0 <= v <= LARGEST), f"at least 0 and finite, at most {LARGEST:g}"
-    lr = options["lr"]
-    rate = check_number("lr", lr, at_most[0], f"{at_most[1]}; 1 is the step size that is learned")
-    return {
-        **options,
-        "lr": lr if isinstance(lr, Tensor) else rate,  # a tensor stays one, which "capturable" schedulers write to
-        "momentum": check_number("momentum", options["momentum"], lambda v: 0 <= v < 1, "at least 0 and less than 1"),
-        "weight_decay": check_number("weight_decay", options["weight_decay"], *at_most),
-        "averaging": check_number("averaging", options["averaging"], *at_least_0),
-        "maximize": check_flag("maximize", options["maximize"]),
-        "foreach": check_foreach(options["foreach"]),
-    }
+    return {**options, **{name: check(name, options[name]) for name, check in OPTIONS.items()}}
 
 
 def multipliers(groups: list[dict[str, Any]]) -> list[float]:

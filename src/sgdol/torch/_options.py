@@ -1,4 +1,4 @@
-"""The options of SGDOL: name, default and check of each, in one table.
+"""The options of SGDOL: the name and the check of each, in one table; SGDOLFree's are in ``_free_options``.
 
 The order is that of the constructor's arguments, of the parameter groups and of the optax front end. Every option may
 stand in a parameter group.
@@ -21,43 +21,149 @@ from sgdol.surrogate import ESTIMATORS, MOMENTUM_STATISTICS
 from sgdol.torch._blocks import GRANULARITIES
 
 __all__ = [
-    "DEFAULTS",
-    "DERIVED",
+    "BOTH",
     "INSTEAD",
     "LEARNED_WITH",
     "OPTIONS",
+    "WITHIN",
     "Catalogue",
-    "check_flag",
-    "check_foreach",
-    "check_number",
-    "checked",
-    "checked_rate",
+    "Check",
     "every_group_has_a_rate",
     "materialise",
+    "number",
     "refuse_unknown",
     "unknown_in_group",
 ]
 
-# As they stand in the parameter groups. ``smoothness`` is not there: it becomes lr = (1 - momentum)/smoothness.
-DEFAULTS: dict[str, Any] = {
-    "lr": None,
-    "alpha": None,
-    "kappa": None,
-    "estimator": "symmetric",
-    "granularity": "global",
-    "momentum": 0.9,
-    "bias_correction": None,
-    "statistics": "direction",
-    "epoch": None,
-    "weight_decay": 0.0,
-    "averaging": None,
-    "learner": None,
-    "metric": "euclidean",
-    "maximize": False,
-    "foreach": None,
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+Check = Callable[[str, Any], Any]
+"""Takes the name of an option and its value; returns the value as it stands in a parameter group, or raises."""
+
+# A larger weight_decay, or lr of SGDOLFree, would leave the range of float32 in the first update.
+LARGEST = 1e30
+
+# A larger lr of SGDOL would leave the range of float64 in the first update. Gradients of 1e-150 do need lr = 1e150.
+LARGEST_RATE = 1e200
+
+WITHIN: tuple[Callable[[float], bool], str] = (
+    lambda v: 0 <= v <= LARGEST,
+    f"at least 0 and finite, at most {LARGEST:g}",
+)
+
+
+def number(allowed: Callable[[float], bool], sentence: str, *, optional: bool = False, tensor: bool = False) -> Check:
+    """A check for a finite number: also a Fraction, a numpy scalar or a one-element tensor; a float comes out.
+
+    Args:
+        allowed: whether a finite number is allowed.
+        sentence: what is allowed.
+        optional: True if None is allowed too.
+        tensor: True if a tensor stays a tensor: "capturable" schedulers write to it.
+
+    >>> number(lambda v: 0 <= v < 1, "at least 0 and less than 1")("momentum", 0.5)
+    0.5
+    """
+
+    def check(name: str, value: Any) -> Any:
+        if value is None and optional:
+            return None
+        scalar = value
+        if hasattr(value, "shape") and hasattr(value, "item"):
+            if math.prod(value.shape) != 1:
+                kind = f"{len(value.shape)}-dimensional {_cut(value)}"
+                raise ValueError(f"{name} must be one number, {sentence}, got {kind}")
+            scalar = value.item()
+        if isinstance(scalar, bool) or not isinstance(scalar, Real):  # bool is a subclass of int
+            raise TypeError(f"{name} must be a number, {sentence}, got {_cut(value)}")
+        try:
+            found = float(scalar)
+        except OverflowError:  # an integer or Fraction beyond float64
+            found = math.inf
+        if not (math.isfinite(found) and allowed(found)):
+            raise ValueError(f"{name} must be {sentence}, got {_cut(value)}")
+        return value if tensor and isinstance(value, Tensor) else found
+
+    return check
+
+
+def _one_of(allowed: tuple[Any, ...], error: type[Exception], sentence: str) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if not any(value is x or (isinstance(x, str) and isinstance(value, str) and value == x) for x in allowed):
+            raise error(f"{name} must be {sentence}, got {_cut(value)}")
+        return value
+
+    return check
+
+
+def _word(words: tuple[str, ...]) -> Check:
+    return _one_of(words, ValueError, f"one of {', '.join(map(repr, words))}")
+
+
+def _lr(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"Tensor lr must be 1-element, got lr of shape {tuple(value.shape)}")
+    sentence = f"positive and finite, at most {LARGEST_RATE:g}"
+    return number(lambda v: 0 < v <= LARGEST_RATE, sentence, tensor=True)(name, value)
+
+
+def _learner(name: str, value: Any) -> Learner:
+    if isinstance(value, type) or not isinstance(value, Learner):
+        sentence = "an object with initial, predict and observe (see sgdol.learners)"
+        raise TypeError(f"{name} must be {sentence}, got {_cut(value)}")
+    return value
+
+
+def _epoch(name: str, value: Any) -> Any:
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if value is not None and not (is_whole and 2 <= int(value) < 2**31):
+        raise ValueError(f"{name} must be a whole number of updates, from 2 to 2^31 - 1, or None, got {_cut(value)}")
+    return value
+
+
+def _metric(name: str, value: Any) -> Any:
+    metrics.get(value)  # raises
+    return value
+
+
+def _cut(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print integers of thousands of digits
+        text = f"an integer of {value.bit_length()} bits"
+    return text if len(text) <= 80 else f"{text[:60]}... ({type(value).__name__})"
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+_SCALE = number(lambda v: v > 0, "None, or positive and finite", optional=True)
+
+BOTH: dict[str, Check] = {  # of both optimizers
+    "momentum": number(lambda v: 0 <= v < 1, "at least 0 and less than 1"),
+    "weight_decay": number(*WITHIN),
+    "metric": _metric,
+    "maximize": _one_of((True, False), TypeError, "True or False"),
+    "foreach": _one_of((None, True, False), TypeError, "None, True or False"),
 }
 
-OPTIONS = tuple(DEFAULTS)
+# As they stand in the parameter groups. ``smoothness`` is not there: it becomes lr = (1 - momentum)/smoothness.
+OPTIONS: dict[str, Check] = {
+    "lr": _lr,
+    "alpha": _SCALE,
+    "kappa": _SCALE,
+    "estimator": _word(ESTIMATORS),
+    "granularity": _word(GRANULARITIES),
+    "momentum": BOTH["momentum"],
+    "bias_correction": BOTH["maximize"],
+    "statistics": _word(MOMENTUM_STATISTICS),
+    "epoch": _epoch,
+    "weight_decay": BOTH["weight_decay"],
+    "averaging": number(lambda v: v >= 0, "None, or finite and at least 0", optional=True),
+    "learner": _learner,
+    "metric": _metric,
+    "maximize": BOTH["maximize"],
+    "foreach": BOTH["foreach"],
+}
 
 # A saved state is refused if one of these differs: what was learned has a meaning only together with them.
 LEARNED_WITH = (
@@ -117,153 +223,57 @@ def unknown_in_group(
     )
 
 
-# One value ------------------------------------------------------------------------------------------------------------
-
-
-# A larger weight_decay, or lr of SGDOLFree, would leave the range of float32 in the first update.
-LARGEST = 1e30
-
-# A larger lr of SGDOL would leave the range of float64 in the first update. Gradients of 1e-150 do need lr = 1e150.
-LARGEST_RATE = 1e200
-
-
-def check_number(name: str, value: Any, allowed: Callable[[float], bool], sentence: str) -> float:
-    """Return ``value`` as a float if it is an allowed number: also a Fraction, a numpy scalar, a one-element tensor.
-
-    >>> check_number("momentum", 0.5, lambda v: 0 <= v < 1, "at least 0 and less than 1")
-    0.5
-    """
-    scalar = value
-    if hasattr(value, "shape") and hasattr(value, "item"):
-        if math.prod(value.shape) != 1:
-            raise ValueError(f"{name} must be one number, {sentence}, got {len(value.shape)}-dimensional {_cut(value)}")
-        scalar = value.item()
-    if isinstance(scalar, bool) or not isinstance(scalar, Real):  # bool is a subclass of int
-        raise TypeError(f"{name} must be a number, {sentence}, got {_cut(value)}")
-    try:
-        number = float(scalar)
-    except OverflowError:  # an integer or Fraction beyond float64
-        number = math.inf
-    if not (math.isfinite(number) and allowed(number)):
-        raise ValueError(f"{name} must be {sentence}, got {_cut(value)}")
-    return number
-
-
-def check_flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {_cut(value)}")
-    return value
-
-
-def check_foreach(value: Any) -> bool | None:
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"foreach must be None, True or False, got {_cut(value)}")
-    return value
-
-
-def _check_lr(value: Any) -> float | Tensor:
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ValueError(f"Tensor lr must be 1-element, got lr of shape {tuple(value.shape)}")
-    number = check_number(
-        "lr", value, lambda v: 0 < v <= LARGEST_RATE, f"positive and finite, at most {LARGEST_RATE:g}"
-    )
-    return value if isinstance(value, Tensor) else number
-
-
-def _check_word(name: str, value: Any, allowed: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {_cut(value)}")
-    return value
-
-
-def _check_learner(value: Any) -> Learner:
-    learner = MeasuredCurvature() if value is None else value
-    if isinstance(learner, type) or not isinstance(learner, Learner):
-        raise TypeError(
-            f"learner must be an object with initial, predict and observe (see sgdol.learners), got {_cut(value)}"
-        )
-    return learner
-
-
-def _check_epoch(value: Any, estimator: str) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 2 <= int(value) < 2**31:
-        raise ValueError(f"epoch must be a whole number of updates, from 2 to 2^31 - 1, or None, got {_cut(value)}")
-    if estimator == "paper":
-        raise ValueError('epoch corrects estimator="symmetric", got estimator="paper"')
-
-
-def _cut(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not print integers of thousands of digits
-        text = f"an integer of {value.bit_length()} bits"
-    return text if len(text) <= 80 else f"{text[:60]}... ({type(value).__name__})"
-
-
 # A group's values -----------------------------------------------------------------------------------------------------
 
 
-def checked_rate(options: dict[str, Any], momentum: float, where: str) -> Any:
+def _rate(options: dict[str, Any], momentum: float, where: str) -> Any:
     """Return lr from ``lr`` or ``smoothness``, and remove ``smoothness`` from the options; None if neither is given.
 
     lr = (1 - momentum)/M: lr multiplies a decayed sum of gradients, as in torch's SGD, and 1/M their average.
     """
     smoothness, lr = options.pop("smoothness", None), options.get("lr")
     if smoothness is None:
-        return None if lr is None else _check_lr(lr)
+        return None if lr is None else _lr("lr", lr)
     if lr is not None:
         raise ValueError(
             f"give {where}lr or smoothness, not both: got lr={lr!r} and smoothness={smoothness!r} "
             "(lr = (1 - momentum)/smoothness)"
         )
-    number = check_number("smoothness", smoothness, lambda v: v > 0, "positive and finite")
-    check_number("smoothness", smoothness, lambda v: math.isfinite(1 / v), "larger, the base rate is 1 over it")
-    return _check_lr((1 - momentum) / number)
+    found = number(lambda v: v > 0, "positive and finite")("smoothness", smoothness)
+    number(lambda v: math.isfinite(1 / v), "larger, the base rate is 1 over it")("smoothness", smoothness)
+    return _lr("lr", (1 - momentum) / found)
 
 
 DERIVED = ("kappa", "bias_correction")  # their defaults depend on the learner
 
 
-def checked(options: dict[str, Any]) -> tuple[dict[str, Any], Learner, Metric]:
+def _checked(options: dict[str, Any]) -> tuple[dict[str, Any], Learner, Metric]:
     """Check all options but lr. Returns them as they stand in a parameter group, with the learner and the metric.
 
     In a parameter group learner and metric are names, so that a saved state can be loaded with ``weights_only=True``.
     """
-    values = {name: options[name] for name in OPTIONS if name != "lr"}
-    learner, metric = _check_learner(values["learner"]), metrics.get(values["metric"])
-    if values["alpha"] is not None:
-        values["alpha"] = check_number("alpha", values["alpha"], lambda v: v > 0, "None, or positive and finite")
+    learner: Any = MeasuredCurvature() if options["learner"] is None else options["learner"]
+    hindsight = uses_hindsight(learner)
+    given = {**options, "learner": learner}
+    if given["bias_correction"] is None:
+        given["bias_correction"] = not hindsight
+    values = {name: check(name, given[name]) for name, check in OPTIONS.items() if name != "lr"}
+    metric = metrics.get(values["metric"])
     if values["alpha"] is not None and values["kappa"] is not None:
         raise ValueError(
-            f"give alpha or kappa, not both: got alpha={values['alpha']!r} and kappa={_cut(values['kappa'])} "
+            f"give alpha or kappa, not both: got alpha={values['alpha']!r} and kappa={values['kappa']!r} "
             "(kappa is in units of the first squared gradient)"
         )
-    kappa = suggested_kappa(learner) if values["kappa"] is None else values["kappa"]
-    values["kappa"] = check_number("kappa", kappa, lambda v: v > 0, "None, or positive and finite")
-    _check_word("estimator", values["estimator"], ESTIMATORS)
-    _check_word("granularity", values["granularity"], GRANULARITIES)
-    _check_word("statistics", values["statistics"], MOMENTUM_STATISTICS)
-    sentence = "at least 0 and less than 1"
-    values["momentum"] = check_number("momentum", values["momentum"], lambda v: 0 <= v < 1, sentence)
-    if values["bias_correction"] is None:
-        values["bias_correction"] = not uses_hindsight(learner)
-    check_flag("bias_correction", values["bias_correction"])
-    _check_epoch(values["epoch"], values["estimator"])
-    sentence = f"at least 0 and finite, at most {LARGEST:g}"
-    values["weight_decay"] = check_number("weight_decay", values["weight_decay"], lambda v: 0 <= v <= LARGEST, sentence)
-    if values["averaging"] is not None:
-        sentence = "None, or finite and at least 0"
-        values["averaging"] = check_number("averaging", values["averaging"], lambda v: v >= 0, sentence)
+    if values["kappa"] is None:
+        values["kappa"] = suggested_kappa(learner)
+    if values["epoch"] is not None and values["estimator"] == "paper":
+        raise ValueError('epoch corrects estimator="symmetric", got estimator="paper"')
     if values["granularity"] == "coordinate" and not metrics.is_diagonal(metric):
         raise ValueError(
             f'granularity="coordinate" needs a metric whose D is diagonal, got metric={_cut(options["metric"])}: use '
             'granularity="tensor", or metric="rms"'
         )
     values["learner"], values["metric"] = _name(learner), _metric_name(metric)
-    check_flag("maximize", values["maximize"])
-    check_foreach(values["foreach"])
     return values, learner, metric
 
 
@@ -276,10 +286,9 @@ class Catalogue:
 
     def __init__(self, given: dict[str, Any]) -> None:
         self._derived = {name: given[name] for name in DERIVED}
-        defaults, self.learner, self._metric = checked(given)
-        self._smoothness = given.get("smoothness")
-        rate = checked_rate(given, defaults["momentum"], "")
-        self.defaults = {"lr": rate, **defaults}
+        defaults, self.learner, self._metric = _checked(given)
+        self._smoothness = given["smoothness"]
+        self.defaults = {"lr": _rate(dict(given), defaults["momentum"], ""), **defaults}
         self._learners = {defaults["learner"]: self.learner}
         self._metrics = {defaults["metric"]: self._metric}
 
@@ -289,10 +298,10 @@ class Catalogue:
         if not isinstance(group["params"], Tensor | set):  # torch refuses a set, whose order is not known
             group["params"] = list(group["params"])
         defaults = {**self.defaults, "learner": self.learner, "metric": self._metric}
-        options, learner, metric = checked({**defaults, **self._derived, **group})
+        options, learner, metric = _checked({**defaults, **self._derived, **group})
         if group.get("lr") is None and group.get("smoothness") is None:
             group["smoothness"] = self._smoothness  # M is the same in all groups, also if their momentum is not
-        rate = checked_rate(group, options["momentum"], "a parameter group ")
+        rate = _rate(group, options["momentum"], "a parameter group ")
         if rate is None and self.defaults["lr"] is None:
             raise ValueError("lr or smoothness is needed for this parameter group: the optimizer has no default")
         if rate is not None:

@@ -143,25 +143,8 @@ class SGDOL(WatchingOptimizer):
         foreach: bool | None = None,
         **unknown: Never,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in OPTIONS or name == "smoothness"}
         refuse_unknown(unknown, type(self).__name__)
-        given: dict[str, Any] = {
-            "lr": lr,
-            "smoothness": smoothness,
-            "alpha": alpha,
-            "kappa": kappa,
-            "estimator": estimator,
-            "granularity": granularity,
-            "momentum": momentum,
-            "bias_correction": bias_correction,
-            "statistics": statistics,
-            "epoch": epoch,
-            "weight_decay": weight_decay,
-            "averaging": averaging,
-            "learner": learner,
-            "metric": metric,
-            "maximize": maximize,
-            "foreach": foreach,
-        }
         self._catalogue = Catalogue(given)
         params = materialise(params)
         if self._catalogue.defaults["lr"] is None and params and not every_group_has_a_rate(params):
@@ -337,35 +320,33 @@ class SGDOL(WatchingOptimizer):
 
     def _update(self, gradients: Gradients, blocks: Blocks) -> None:
         """One update, from its gradients to the new parameters: the whole algorithm."""
-        gate = Gate(gradients.squared, gradients.signal, self._host)
-        first, layout = self.param_groups[0], gradients.layout
+        layout, first = gradients.layout, self.param_groups[0]
         totals = first["totals"].to(layout.like) if "totals" in first else diagnostics.zeros(layout.like)
+        gate = Gate(gradients.squared, gradients.signal, self._host)
         if gate.skip:
-            first["totals"] = diagnostics.skipped(totals)
-            share(self.param_groups)
-            self._metrics.forget()  # D that was made of the present gradient
-            self._warnings.skipped(self.param_groups, int(totals[0]))
-            return
-        direction = self._directions.make(gradients, totals[0], gate)
+            return self._skipped(totals)
+        direction = self._directions.make(gradients, gate.number(totals[0]), gate)
         learned = blocks.learn(direction, gradients.squared, gate)
         move(layout, direction.d, direction.scales, learned.etas, gate)
         if not self._metrics.euclidean:  # after the update: D of a step is made of the gradients before it
             self._metrics.observe(layout, gate.finite(gradients.g), gate)
-        self._record(layout, learned, totals, gradients.k, gate)
+        return self._record(layout, learned, totals, gradients.k, gate)
+
+    def _skipped(self, totals: Tensor) -> None:
+        self.param_groups[0]["totals"] = diagnostics.skipped(totals)
+        share(self.param_groups)
+        self._metrics.forget()  # D that was made of the present gradient
+        self._warnings.skipped(self.param_groups, int(totals[0]))
 
     def _record(self, layout: Layout, learned: Learned, totals: Tensor, k: int, gate: Gate) -> None:
         first = self.param_groups[0]
-        new = learned.totals + totals * (diagnostics.KEPT if gate.host else diagnostics.KEPT.to(totals))
+        new = diagnostics.added(totals, learned.sums)
         first["totals"] = new if gate.host else gate.choose(new, diagnostics.skipped(totals))
         first["gradients"] = k
-        for group, eta in zip(layout.groups, learned.step_sizes, strict=True):
-            if isinstance(eta, float):
-                eta = torch.scalar_tensor(eta, dtype=torch.float64)
-            else:
-                eta = as_number(eta, layout.like)
-            group["step_size"] = eta if gate.host else gate.choose(eta, as_number(group["step_size"], eta))
-        if len(self.param_groups) > 1:
-            share(self.param_groups)
+        for group, value in zip(layout.groups, learned.step_sizes, strict=True):
+            shown = as_number(value, layout.like)
+            group["step_size"] = shown if gate.host else gate.choose(shown, as_number(group["step_size"], shown))
+        share(self.param_groups)
         # u = n means that the gradients were equal: squared and signal are the sums of n and u.
         if gate.host and gate.squared > 0 and abs(gate.squared - gate.signal) <= layout.rounding * gate.squared:
             self._warnings.identical()
