@@ -34,6 +34,7 @@ after_backward = torch.autograd.Variable._execution_engine.queue_callback
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _DENSE = torch.strided
 _kind: Callable[[Tensor], Any] = attrgetter("dtype", "device", "shape")
+_user_hooks: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 
 SHARED = (
     "a large parameter is used in several segments of reentrant activation checkpointing, so that one backward() "
@@ -59,7 +60,6 @@ class Passes:
 
     contributions: Contributions
     origins: list[Replay | None]  # the call of sgdol.torch.backward that each pass belongs to: how to run it again
-    _after_step: bool  # True if the last reset() was that of a step, so .grad may be left over
     left_over: bool  # True if .grad was not zeroed between the last step and the first backward of this one
 
     def __init__(
@@ -82,13 +82,18 @@ class Passes:
         self._end_pass()
         self.reset()
         self.watch()
-        for i, p in enumerate(self.layout.params):
-            # A gradient that is there before anybody watches is one contribution. Of one that is already averaged over
-            # the ranks nobody knows any more what each rank had.
-            if is_dense(p) and p.requires_grad and not (self.world.reduces(p) and self.world.waits(p)):
-                self.contributions.counts[i], self.contributions.is_empty = 1, False
-        if earlier is not None and any(earlier.contributions.counts):
-            with torch.no_grad():
+        # A gradient that is there before anybody watches is one contribution. Of one that is already averaged over the
+        # ranks nobody knows any more what each rank had.
+        reached: dict[int, Tensor | None] = {
+            i: None
+            for i, p in enumerate(self.layout.params)
+            if is_dense(p) and p.requires_grad and not (self.world.reduces(p) and self.world.waits(p))
+        }
+        with torch.no_grad():
+            if reached:
+                self.contributions.add(reached, {})
+                self.contributions.take_snapshot()
+            if earlier is not None and any(earlier.contributions.counts):
                 earlier.finish()
                 self._after_step, self.world, self.origins = earlier._after_step, earlier.world, earlier.origins
                 self.contributions.take_over(earlier.contributions)
@@ -102,7 +107,6 @@ class Passes:
         self._entry_of = [e for e, entry in enumerate(self.layout.entries) for _ in entry.sizes]
         merged = [self.layout.entries[e].merged for e in self._entry_of]
         self._merged_rows = {key: i for key, i in self._rows.items() if merged[i]}
-        self._reduces = [self._finder.here.reduces(p) for p in self.layout.params]
         self.contributions = Contributions(self.layout, self._metrics)
         # A lazy parameter has no shape, and asking each whether it is lazy takes as long as everything else here.
         self._kind = _kind_of_lazy if any(map(is_lazy, self._params)) else _kind
@@ -134,23 +138,21 @@ class Passes:
 
     def _end_pass(self) -> None:
         self._engine_call: Any = None  # the frame of the outermost engine call; True if there is a pass but no frame
-        self._graph_tasks: set[int] = set()
+        self._tasks: set[int] = set()  # graph tasks that have not ended
         self._first_task = -1
-        self._close_is_queued = False  # True if autograd will call _close at the end of the outermost graph task
-        self._snapshot_taken = False  # True if a reentrant segment that ended has taken a snapshot of .grad
         self._measuring = False  # False in the first pass, whose contribution is .grad
         self._fast_rows: dict[int, int] = {}  # rows of the parameters whose gradients the fast hook may store
-        self._arrived: dict[int, Tensor | None] = {}  # contributions by row; None where .grad or _squares tells
-        self._squares: dict[int, Tensor] = {}  # of the contributions to large tensors, by row
+        self._arrived: dict[int, Tensor | None] = {}  # by row: contributions that are to be copied; None for others
+        self._measured: dict[int, Tensor] = {}  # by entry: what contributions to large tensors add to P or Q
         self._before: dict[int, Tensor] = {}  # .grad of sharded tensors before this backward
         self._expected: dict[int, Tensor] = {}  # samples of what .grad will be, of tensors with user hooks
 
     def finish(self) -> int:
         """The number of passes. A pass that has not been closed has ended by now, or has raised."""
         if self._engine_call is not None:
-            if self._close_is_queued:  # but was not called: the backward has raised half-way
+            if self._tasks:  # one has not ended: the backward has raised half-way
                 self._end_pass()
-            else:  # all contributions came from reentrant segments, at whose ends _close is not called
+            else:  # all contributions came from reentrant segments: nothing tells of the end of the outermost call
                 self._close()
         passes = max(self.contributions.counts, default=0)
         if not passes:  # gradients that were written by hand
@@ -183,9 +185,7 @@ class Passes:
     def arrived(self, index: int, gradient: Tensor) -> None:
         if gradient.layout != torch.strided:
             return
-        task = graph_task()
-        if task not in self._graph_tasks:
-            self._begin(task, index)
+        self.begun(index)
         if index not in self._rows:
             # A lazy parameter has got its shape since: it joins the layout, in the middle of its first backward.
             reached = [self.layout.params[i] for i in self._arrived]
@@ -203,49 +203,41 @@ class Passes:
 
     def begun(self, index: int) -> None:
         task = graph_task()
-        if task not in self._graph_tasks:
+        if task not in self._tasks:
             self._begin(task, index)
 
     def reduced(self, index: int) -> None:
         row = self._rows[index]
-        task = graph_task()
-        if task not in self._graph_tasks:
+        if graph_task() not in self._tasks:
             # It came through a leaf that begun() was not called for, so .grad before it is not known.
             self.contributions.counts[row] = 0
-            self._begin(task, index)
+            self.begun(index)
         p = self.layout.params[row]
         gradient, before = piece_of(p.grad, p), self._before.get(row)  # type: ignore[arg-type]
-        if self._measuring:
-            self._measure(row, gradient if before is None else gradient - before)
-        else:
-            self._arrived[row] = None
+        self._measure(row, gradient if before is None else gradient - before)
 
     def _measure(self, row: int, gradient: Tensor) -> None:
-        """Keep what is needed of a contribution: its square if the tensor is large, else itself until the pass ends."""
+        """Measure a contribution to a large tensor; keep one to a small tensor until the pass ends."""
         p: Any = self.layout.params[row]
-        again = row in self._arrived
-        earlier = self._arrived.setdefault(row, None)
-        if not self.contributions.counts[row] and not self.world.waits(p):
-            return  # the first: it is .grad
-        if p._post_accumulate_grad_hooks and is_dense(p) and self.world.alone:
+        e, again, earlier = self._entry_of[row], row in self._arrived, self._arrived.setdefault(row, None)
+        gradient = piece_of(gradient, p)
+        before = piece_of(p.grad.detach(), p) if self.world.alone and is_dense(p) else None
+        if before is not None and p._post_accumulate_grad_hooks:
             # Such a hook may change .grad in the middle of a backward, where no snapshot tells of it.
-            self._expected[row] = sample(piece_of(p.grad.detach(), p)) + sample(piece_of(gradient, p))
-        e = self._entry_of[row]
-        if self.contributions.keeps_gradient(e):
+            self._expected[row] = sample(before) + sample(gradient)
+        if self.contributions.keeps_copies(e):
             self._arrived[row] = gradient if earlier is None else earlier + gradient
             return
-        dtype = self.layout.entries[e].dtype
-        before = piece_of(p.grad.detach(), p).to(dtype) if self.world.alone and is_dense(p) else None
         if before is None and self.world.alone:
-            return  # 2 <S, D^-1 c> with S = 0
-        square = self.contributions.measure(e, piece_of(gradient, p).to(dtype), before=before)
-        if again and row in self._squares:
-            # Their sum is not the square of the whole contribution, whose first part is gone.
-            square = self._squares[row] + square
+            return  # the first contribution to this tensor
+        value = self.contributions.measure(e, gradient, before)
+        if again and e in self._measured:
+            # Their sum is not that of the whole contribution, whose first part is gone.
+            value = self._measured[e] + value
             warn = self._warn()
             if warn is not None and not self.overlapping:
                 warn(SHARED)
-        self._squares[row] = square
+        self._measured[e] = value
 
     def _begin(self, task: int, index: int) -> None:
         """A graph task has reached its first parameter: a pass begins, or a reentrant segment of the one that runs."""
@@ -257,19 +249,16 @@ class Passes:
             # Set before anything else, so that of two threads that begin at the same time one sees the other.
             earlier, thread = self._engine_call, self._thread
             self._engine_call, self._thread = call or True, threading.get_ident()
-            if earlier is not None:
-                self.overlapping |= thread != self._thread and earlier is not True and is_running(earlier)
-                with torch.no_grad():
-                    self.finish()
-                self._engine_call = call or True  # finish() has reset it
             with torch.no_grad():  # with create_graph=True .grad may have a graph
+                if earlier is not None:
+                    self.overlapping |= thread != self._thread and earlier is not True and is_running(earlier)
+                    self.finish()
+                    self._engine_call = call or True  # finish() has reset it
                 self._start(index)
-        if self._graph_tasks:
-            self._fast_rows = {}  # reentrant segments may bring several gradients to a parameter
-        else:
             self._first_task = task
-        self._graph_tasks.add(task)
-        self._close_is_queued |= not is_inner
+        else:
+            self._fast_rows = {}  # reentrant segments may bring several gradients to a parameter
+        self._tasks.add(task)
         close: Callable[[], None] = lambda: self._task_ended(task, is_inner)  # noqa: E731
         if not self.world.alone:
             # DistributedDataParallel queues its wait for the all-reduce in the middle of backward, after this. A
@@ -281,34 +270,33 @@ class Passes:
     def _start(self, index: int) -> None:
         # Nothing has been added to .grad yet.
         self.world = world = self._finder.world if is_distributed() else self._finder.here
-        again = self.contributions.begin(world)
+        again, params = self.contributions.begin(world), self.layout.params
         if not again:
             self.origins = []  # of gradients that were thrown away
             if self._after_step:
-                first: Any = self.layout.params[self._rows.get(index, 0)]
+                first: Any = params[self._rows.get(index, 0)]
                 self.left_over = is_dense(first) and first.is_cpu and bool(piece_of(first.grad.detach(), first).any())
-        self.origins.append(RUNNING.get(threading.get_ident()))
+        self.origins.append(RUNNING.get(self._thread))
         self._measuring = again or not world.alone
         if not self._measuring:
             self._fast_rows = self._rows
-        elif not world.spread and not any(p._post_accumulate_grad_hooks for p in self.layout.params):
+        elif not world.spread and not any(map(_user_hooks, params)):
             self._fast_rows = self._merged_rows
         if world.spread:
-            for i, p in enumerate(self.layout.params):
-                if self._reduces[i] and p.grad is not None and not world.waits(p):
+            for i, p in enumerate(params):
+                if p.grad is not None and world.reduces(p) and not world.waits(p):
                     self._before[i] = piece_of(p.grad, p).clone()
 
     def _task_ended(self, task: int, is_inner: bool) -> None:
-        if task not in self._graph_tasks:
+        if task not in self._tasks:
             return
-        with torch.no_grad():
-            if not is_inner:  # and the gradients of all ranks are averaged
+        self._tasks.remove(task)
+        with torch.no_grad():  # the gradients of all ranks are averaged now
+            # Also after an inner task: if the outermost one reaches no parameter itself, no callback tells of its end,
+            # and the user may change .grad after it.
+            self.contributions.take_snapshot()
+            if not is_inner:
                 self._close()
-            elif self._measuring:
-                # If the outermost graph task reaches no parameter itself, no callback tells of its end, and the user
-                # may change .grad after it: this may be the last chance for a snapshot.
-                self.contributions.take_snapshot()
-                self._snapshot_taken = True
 
     def _close(self) -> None:
         """A pass has ended: what arrived is a contribution to each tensor that it has reached."""
@@ -318,13 +306,9 @@ class Passes:
             self.contributions.distorted |= bool(
                 error > 64 * torch.finfo(expected.dtype).eps * expected.abs().max()  # more than rounding
             )
-        arrived, squares, measuring = self._arrived, self._squares, self._measuring
-        # Without a callback at its end, .grad may have been changed since the snapshot of its last segment.
-        needs_snapshot = self._close_is_queued or not self._snapshot_taken
+        arrived, measured = self._arrived, self._measured
         self._end_pass()
-        self.contributions.add(arrived, squares, measure=measuring)
-        if needs_snapshot:
-            self.contributions.take_snapshot(measure=measuring)
+        self.contributions.add(arrived, measured)
 
 
 def _kind_of_lazy(p: Tensor) -> Any:

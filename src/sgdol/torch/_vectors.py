@@ -135,6 +135,11 @@ class Entry(NamedTuple):
     device: torch.device
     shape: torch.Size  # of the tensor of the vector: flat if merged
 
+    @property
+    def alone(self) -> bool:
+        """Whether the entry is a single tensor with a single number in products."""
+        return not (self.merged or self.coordinates)
+
 
 class Layout:
     """Which parameters lie where in a vector, and the operations that need to know it.
@@ -397,46 +402,41 @@ class Layout:
         return [torch.cat(numbers) if numbers else self.like.new_zeros(0), *arrays]
 
     def products(
-        self, a: Vector, b: Vector, operators: Sequence[Any] | None = None, *, pooled: bool = False
-    ) -> Numbers:
-        """<a, D^-1 b> as :data:`Numbers`; with ``pooled`` a list with the sum over everything."""
-        values = self.products_by_entry(a, b, operators, pooled=pooled)
-        return [sum(values)] if pooled else self.joined(values)
-
-    def products_by_entry(
         self,
         a: Vector,
         b: Vector,
         operators: Sequence[Any] | None = None,
-        known: Sequence[Any] = (),
         *,
+        known: Sequence[Any] = (),
         pooled: bool = False,
-    ) -> list[Any]:
-        """<a, D^-1 b> of each entry, in the form of :meth:`number`.
+    ) -> Numbers:
+        """<a, D^-1 b> as :data:`Numbers`; with ``pooled`` a list with the sum over everything.
 
         Args:
             a: a vector.
             b: another vector.
             operators: D of each entry (:mod:`sgdol.torch._operators`); None for D = 1.
-            known: for each entry the sum over its tensors, if the caller has it already.
-            pooled: True for the sum over the tensors of each entry, as a Python number.
+            known: <a, b> of each entry, a sum over its tensors, if the caller has it already.
+            pooled: True for the sum over all tensors, as a Python number.
         """
-        if pooled and known:
-            return list(known)
-        values: list[Any] = []
+        values = []
         for e, entry in enumerate(self.entries):
-            x, y = a[e], b[e]
             operator = None if operators is None or operators[e].is_identity else operators[e]
-            if entry.merged or entry.coordinates:
-                if entry.coordinates:
-                    y = y.to(self.precision(e, x))
-                if operator is not None:
-                    x, y = operator.paired(x, y)
-                values.append(self.number(e, x, y, pooled))
+            if operator is not None or not known or not (pooled or entry.alone):
+                values.append(self.inner(e, a[e], b[e], operator, pooled))
             else:
-                value = known[e] if known else dot(x, y) if operator is None else operator.inner(x, y)
-                values.append(value.item() if pooled else as_number(value, self.like).reshape(1))
-        return values
+                values.append(known[e] if pooled else as_number(known[e], self.like).reshape(1))
+        return [sum(values)] if pooled else self.joined(values)
+
+    def inner(self, e: int, a: Tensor, b: Tensor, operator: Any = None, pooled: bool = False) -> Any:
+        """<a, D^-1 b> of entry e in the form of :meth:`number`; ``operator`` is D, or None for 1."""
+        entry = self.entries[e]
+        if operator is None or operator.is_identity:
+            return self.number(e, a, b, pooled)
+        if entry.alone:
+            value = operator.inner(a, b)
+            return value.item() if pooled else value.to(self.like).reshape(1)
+        return self.number(e, *operator.paired(a, b.to(self.precision(e, a)) if entry.coordinates else b), pooled)
 
     def precision(self, e: int, x: Tensor) -> torch.dtype:
         """The type of products of single coordinates of entry e: float64 if squares of x leave the range of float32.
@@ -467,19 +467,22 @@ class Layout:
             out[self.entries[e].start : self.entries[e].stop] = self.sums(e, values)
         return out
 
-    def remapped(self, source: Layout, numbers: Numbers, otherwise: Numbers) -> Numbers:
-        """Numbers of the layout ``source`` in the order of this one; ``otherwise`` for parameters that it has not."""
+    def remapped(self, source: Layout, numbers: Numbers, like: Numbers) -> Numbers:
+        """Numbers of the layout ``source`` in the order and the form of ``like``; 0 for parameters that it has not."""
         if source is self:
             return numbers
         known = {source.params[i]: numbers[0][row] for row, i in enumerate(source.numbered)}
         for e, values in zip(source.coordinates, numbers[1:], strict=True):
             known.update(zip(source.params[source.rows(e)], source.parts(e, values), strict=True))
-        first, *arrays = (values.clone() for values in otherwise)
-        for row, i in enumerate(self.numbered):
-            first[row] = known.get(self.params[i], first[row])
-        for e, values in zip(self.coordinates, arrays, strict=True):
-            for p, part in zip(self.params[self.rows(e)], self.parts(e, values), strict=True):
-                part.copy_(known.get(p, part))
+        first, *arrays = map(torch.zeros_like, like)
+        parts = [
+            pair
+            for e, x in zip(self.coordinates, arrays, strict=True)
+            for pair in zip(self.params[self.rows(e)], self.parts(e, x), strict=True)
+        ]
+        for p, part in [*zip([self.params[i] for i in self.numbered], first, strict=True), *parts]:
+            if p in known:
+                part.copy_(known[p])
         return [first, *arrays]
 
     def by_group(self, values: Sequence[Any]) -> Numbers:
