@@ -187,10 +187,7 @@ class Kronecker(RMS):
             weight=self.decay * state.weight + 1,
             count=count,
         )
-        bases = _choose(
-            is_due(count), lambda: renewed(new), lambda: (new.left_basis, new.right_basis, new.rows, new.columns)
-        )
-        return new._replace(left_basis=bases[0], right_basis=bases[1], rows=bases[2], columns=bases[3])
+        return _choose(is_due(count), lambda: renewed(new)[0], lambda: new)
 
 
 def sides(shape: tuple[int, ...]) -> tuple[bool, bool]:
@@ -209,39 +206,39 @@ def is_due(count: Any) -> Any:
     return (count == 1) | (count == 2) | (count == 4) | (count == 8) | (count == 10) | (count == LAST)
 
 
-def renewed(state: Factors) -> tuple[Array, Array, Array, Array]:
-    """The bases of the sides that are rotated, and the sums of the rows and columns in them."""
-    first = state.count == 1
-    left, rows = _turn(state.left, state.left_basis, state.rows, first)
-    right, columns = _turn(state.right, state.right_basis, state.columns, first)
-    return left, right, rows, columns
+def renewed(state: Factors) -> tuple[Factors, Array, Array]:
+    """The state after a refresh, and the changes P = Q_old^T Q_new of both bases; () for a side that is not rotated."""
+    total = namespace(state.rows).sum(state.rows, axis=-1)[..., None, None]  # tr L = tr R
+    left_basis, left = _turn(state.left, state.left_basis, total, state.count == 1)
+    right_basis, right = _turn(state.right, state.right_basis, total, state.count == 1)
+    rows, columns = _turned_sums(state.rows, left), _turned_sums(state.columns, right)
+    return state._replace(left_basis=left_basis, right_basis=right_basis, rows=rows, columns=columns), left, right
 
 
-def _turn(factor: Array, basis: Array, sums: Array, first: Any) -> tuple[Array, Array]:
-    """The basis after a refresh, and the sums of one side's squares in it."""
+def _turn(factor: Array, basis: Array, trace: Array, first: Any) -> tuple[Array, Array]:
+    """The basis of one side after a refresh, and its change."""
     if _absent(factor):
-        return basis, sums
+        return (), ()
     xp, n = namespace(factor), factor.shape[-1]
-    trace = xp.linalg.trace(factor)[..., None, None]
+    scale = where(trace > 0, trace, 1.0)
     # Different entries on the ridge: where the factor is 0, any basis would do, and libraries choose different ones.
-    ridge = xp.arange(1, n + 1, dtype=factor.dtype, **_device(factor)) * (RIDGE / n**2) + RIDGE / n
+    ridge = xp.arange(n + 1, 2 * n + 1, dtype=factor.dtype, **_device(factor)) * (RIDGE / n**2)
 
     def decomposed() -> Array:
-        return xp.linalg.eigh(ratio(factor, trace, 0.0) + _identity(factor) * ridge)[1]
+        return xp.linalg.eigh(factor / scale + _identity(factor) * ridge)[1]
 
     def iterated() -> Array:
-        image = ratio(factor @ basis, trace, 0.0) + ridge[:, None] * basis
-        order = xp.argsort(-xp.sum(basis * image, axis=-2), axis=-1)
-        if order.ndim == 1:
-            image = xp.take(image, order, axis=-1)
-        else:
-            image = xp.take_along_axis(image, xp.broadcast_to(order[..., None, :], image.shape), axis=-1)
-        return xp.linalg.qr(image)[0]
+        image = factor @ basis / scale + ridge[:, None] * basis
+        order = xp.argsort(xp.sum(basis * image, axis=-2), axis=-1, descending=True)[..., None, :]
+        return xp.linalg.qr(xp.take_along_axis(image, xp.broadcast_to(order, image.shape), axis=-1))[0]
 
     new = _choose(first, decomposed, iterated)
-    change = basis.mT @ new
-    turned = ((change * change).mT @ sums[..., None])[..., 0]
-    return where(trace > 0, new, basis), where(trace[..., 0] > 0, turned, sums)
+    return new, basis.mT @ new
+
+
+def _turned_sums(sums: Array, change: Array) -> Array:
+    """The sums of one side's squares in the new basis."""
+    return sums if _absent(change) else (sums[..., None, :] @ (change * change))[..., 0, :]
 
 
 def _outer(state: Factors) -> Array:

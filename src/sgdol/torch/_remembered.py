@@ -19,7 +19,7 @@ from sgdol._numbers import maximum
 from sgdol.metrics import RMS, Factors, Kronecker, Means, Metric, is_diagonal
 from sgdol.torch._operators import Block, Diagonal, Opaque, Rotated
 from sgdol.torch._update import Gate
-from sgdol.torch._vectors import Layout, as_number, dot, scalar_dtype, wide_dtype
+from sgdol.torch._vectors import Layout, as_number, scalar_dtype, wide_dtype
 from sgdol.torch._world import fitted, is_sharded, like_parameter, local, real_view
 
 __all__ = ["Matrices", "Squares", "Whole", "blank", "carried_over", "is_diagonal_on"]
@@ -41,16 +41,21 @@ class Squares:
         states = [state[p] if owned else dict(state.get(p, {})) for p in layout.params[layout.rows(e)]]
         zero = torch.zeros((), dtype=scalar_dtype(self._entry.device), device=self._entry.device)
         self._weights = torch.stack([one.get("metric.weight", zero) for one in states])
-        self._v = self._make_squares(states, owned)
+        self._decaying = [self._weights]  # tensors that an update multiplies by the decay
+        # Before the first update there is nothing to remember, and nothing is allocated.
+        self._is_blank = not (owned or any("metric.weight" in one for one in states))
+        if not self._is_blank:
+            self._read(states, owned)
         if owned:
             for one, weight in zip(states, self._weights.unbind(), strict=True):
                 one["metric.weight"] = weight  # a view: updating all weights of the entry updates the state
         self._read_weight()
 
-    def _make_squares(self, states: list[dict[str, Any]], owned: bool) -> Tensor:
-        if owned:
-            return self._layout.vector("metric.square", self._e)
-        return self._layout.entry([one.get("metric.square") for one in states], self._e)
+    def _read(self, states: list[dict[str, Any]], owned: bool) -> None:
+        squares = "metric.square"
+        layout, e = self._layout, self._e
+        self._v = layout.vector(squares, e) if owned else layout.entry([one.get(squares) for one in states], e)
+        self._decaying.append(self._v)
 
     def _read_weight(self) -> None:
         # One Python number if all tensors have the same w, as they usually have: arithmetic with it needs no kernel.
@@ -60,11 +65,24 @@ class Squares:
             if weights.count(weights[0]) == len(weights):
                 self._weight = weights[0]
 
+    def _spread(self, numbers: Any) -> Tensor:
+        return self._layout.spread(self._e, numbers.to(self._entry.dtype))
+
     def sums(self) -> Tensor:
         """The sum of v/w over this rank's piece of each tensor."""
-        return self._layout.sums(self._e, self._v) / maximum(self._weight, 1.0)  # w is 0 or at least 1
+        return self._sums(None) / maximum(self._weight, 1.0)  # w is 0 or at least 1
 
-    def operator(self, means: list[Any], overall: Any) -> Diagonal:
+    def past_square(self, operator: Diagonal | Rotated) -> float:
+        """The mean of <g, D^-1 g> over earlier gradients: sum of v/(D w)."""
+        return (self._sums(operator.inverse) / maximum(self._weight, 1.0)).sum().item()
+
+    def _sums(self, inverse: Tensor | None) -> Tensor:
+        # The sum of v, or of v/D, over each tensor.
+        if inverse is None:
+            return self._layout.sums(self._e, self._v)
+        return self._layout.number(self._e, self._v, inverse)
+
+    def operator(self, means: list[Any], overall: Any) -> Diagonal | Rotated:
         """D of the coming step: 1/D = (a v + b mean + c)^(-1/2).
 
         Args:
@@ -72,25 +90,15 @@ class Squares:
             overall: the mean square over all tensors of the metric.
         """
         a, b, c = self._metric.coefficients(self._weight, overall)
-        # One w and one tensor; one w and several tensors; a w for each tensor. Each with as few kernels as it needs.
-        if isinstance(a, float) and not self._entry.merged:
-            return Diagonal(torch.mul(self._v, a).add_(b * means[0] + c).rsqrt_())
+        mean = torch.stack(means).to(self._weights) if isinstance(means[0], Tensor) else self._weights.new_tensor(means)
+        constant = self._spread(b * mean + c)
+        return Diagonal(constant.rsqrt_()) if self._is_blank else self._operator(a, constant)
+
+    def _operator(self, a: Any, constant: Tensor) -> Diagonal | Rotated:
+        # The coefficient a is a Python number, or one number for each tensor. D^2 = a v + constant.
         if isinstance(a, float):
-            return Diagonal(self._spread([b * mean + c for mean in means]).add_(self._v, alpha=a).rsqrt_())
-        stacked = torch.stack([as_number(mean, self._weights) for mean in means])
-        return Diagonal(torch.mul(self._v, self._spread(a)).add_(self._spread(b * stacked + c)).rsqrt_())
-
-    def _spread(self, values: Any) -> Tensor:
-        # One number per tensor -> one per coordinate. Of a list the result is new memory, which operator() writes to.
-        if isinstance(values, list):
-            values = torch.tensor(values, dtype=self._entry.dtype)
-        return self._layout.spread(self._e, values.to(self._entry.dtype))
-
-    def past_square(self, operator: Diagonal) -> float:
-        """The mean of <g, D^-1 g> over earlier gradients: sum of v/(D w)."""
-        if isinstance(self._weight, float):
-            return dot(self._v, operator.inverse).item() / max(self._weight, 1.0)
-        return (self._layout.sums(self._e, self._v * operator.inverse) / self._weights.clamp(min=1)).sum().item()
+            return Diagonal(torch.add(constant, self._v, alpha=a).rsqrt_())
+        return Diagonal(torch.addcmul(constant, self._v, self._spread(a)).rsqrt_())
 
     def observe(self, g: Tensor, gate: Gate, scale: float, h: Tensor, momentum: Tensor | None) -> None:
         """Update the memory: v <- decay v + (scale g)^2, w <- decay w + 1.
@@ -103,59 +111,78 @@ class Squares:
             momentum: a vector in the coordinates of D, which is rotated in place when these change; None if there is
                 none.
         """
-        decay = gate.weight(self._metric.decay, 1.0)
-        _add_square(self._v.mul_(decay), g, scale)
-        self._weights.mul_(decay).add_(gate.weight(1.0))
+        torch._foreach_mul_(self._decaying, gate.weight(self._metric.decay, 1.0))
+        self._weights.add_(gate.weight(1.0))
         self._read_weight()
+        if scale != 1:  # before squaring: scale^2 g^2 is in range where g^2 is not
+            g, h = (g * scale,) * 2 if h is g else (g * scale, h * scale)
+        self._add(g, h, momentum)
+
+    def _add(self, g: Tensor, h: Tensor, momentum: Tensor | None) -> None:
+        self._v.addcmul_(g, g)
 
 
 class Matrices(Squares):
     """The memory of :class:`sgdol.metrics.Kronecker`, for one matrix or for small tensors, matrices last.
 
-    v is the decayed sum of squares in the basis. For a matrix v_ij = a_i c_j / sum a, with the sums a over its rows and
-    the sums c over its columns. Arguments as in :class:`Squares`.
+    The first tensors have v per coordinate, like RMS. For a matrix v is the decayed sum of squares in the basis, and
+    v_ij = a_i c_j / sum a, with the sums a over its rows and c over its columns. Arguments as in :class:`Squares`.
     """
 
-    def _make_squares(self, states: list[dict[str, Any]], owned: bool) -> Tensor:
-        layout, e = self._layout, self._e
-        params = layout.params[layout.rows(e)]
+    def _read(self, states: list[dict[str, Any]], owned: bool) -> None:
+        params = self._layout.params[self._layout.rows(self._e)]
         for p, one in zip(params, states, strict=True):
             for name, value in blank(self._metric, p).items():
                 one.setdefault(name, value)
-        v = torch.empty(self._entry.shape, dtype=self._entry.dtype, device=self._entry.device)
-        parts = layout.parts(e, v)
-        # The first tensors have squares per coordinate, like RMS; from here on there are matrices.
-        first = next(i for i, one in enumerate(states) if "metric.square" not in one)
-        for p, part, one in zip(params[:first], parts, states, strict=False):
-            part.copy_(real_view(local(one["metric.square"])))
+        vectors = [real_view(local(one["metric.square"])) for one in states if "metric.square" in one]
+        first, sizes = len(vectors), self._entry.sizes
+        self._start = start = sum(sizes[:first])  # of the matrices
+        if first:
+            self._v = torch.cat([v.reshape(-1) for v in vectors])
+            self._tensor_of = torch.repeat_interleave(torch.arange(first), torch.tensor(sizes[:first])).to(
+                self._v.device
+            )
+            self._decaying.append(self._v)
             if owned:
-                one["metric.square"] = like_parameter(part, p)
-        self._matrices_start = start = sum(self._entry.sizes[:first])
-        self._batches: list[_Batch] = []
+                for p, one, v, part in zip(params, states, vectors, self._v.split(sizes[:first]), strict=False):
+                    one["metric.square"] = like_parameter(part.view(v.shape), p)
 
         def alike(one: dict[str, Any]) -> tuple[int, int, float]:
             return len(one["metric.rows"]), len(one["metric.columns"]), one["metric.count"].item()
 
+        self._batches: list[_Batch] = []
         for _, batch_states in groupby(states[first:], alike):
-            batch = _Batch(start, list(batch_states))
+            batch = _Batch(start, first, list(batch_states))
             self._batches.append(batch)
-            start = batch.block.stop
-        for batch in self._batches:  # the squares of matrices are not in the state: they follow from rows and columns
-            batch.write_squares(v)
-        return v
+            self._decaying += batch.decaying
+            start, first = batch.block.stop, batch.tensors.stop
 
-    def operator(self, means: list[Any], overall: Any) -> Rotated:  # type: ignore[override]
-        return Rotated(super().operator(means, overall).inverse, [batch.block for batch in self._batches])
+    def _sums(self, inverse: Tensor | None) -> Tensor:
+        sums = [batch.sums(inverse) for batch in self._batches]
+        if self._start:
+            v = self._v if inverse is None else self._v * inverse[: self._start]
+            of_vectors = torch.zeros(self._batches[0].tensors.start, dtype=v.dtype, device=v.device)
+            sums = [of_vectors.index_add_(0, self._tensor_of, v), *sums]
+        return torch.cat(sums).to(self._weights.dtype)
 
-    def observe(self, g: Tensor, gate: Gate, scale: float, h: Tensor, momentum: Tensor | None) -> None:
-        decay, start = gate.weight(self._metric.decay, 1.0), self._matrices_start
-        if start:
-            _add_square(self._v[:start].mul_(decay), g[:start], scale)
+    def _operator(self, a: Any, constant: Tensor) -> Rotated:
+        def inverse() -> Tensor:
+            x = constant.expand(self._entry.shape).contiguous()  # of a merged entry this is constant itself
+            if self._start:
+                x[: self._start].addcmul_(self._v, self._spread(a)[: self._start]) if isinstance(a, Tensor) else x[
+                    : self._start
+                ].add_(self._v, alpha=a)
+            for batch in self._batches:
+                batch.add_squares(x, a)
+            return x.rsqrt_()
+
+        return Rotated(inverse, [batch.block for batch in self._batches], keep=self._entry.merged)
+
+    def _add(self, g: Tensor, h: Tensor, momentum: Tensor | None) -> None:
+        if self._start:
+            self._v.addcmul_(g[: self._start], g[: self._start])
         for batch in self._batches:
-            batch.observe(g, decay, scale, h, momentum)
-            batch.write_squares(self._v)
-        self._weights.mul_(decay).add_(gate.weight(1.0))
-        self._read_weight()
+            batch.add(g, h, momentum)
 
 
 class _Batch:
@@ -163,10 +190,11 @@ class _Batch:
 
     Args:
         start: the index of their first number in the entry.
+        first: the index of the first of them among the tensors of the entry.
         states: the optimizer's state of each; its tensors are replaced by views of stacked ones.
     """
 
-    def __init__(self, start: int, states: list[dict[str, Any]]) -> None:
+    def __init__(self, start: int, first: int, states: list[dict[str, Any]]) -> None:
         def stack(name: str) -> Any:
             name = f"metric.{name}"
             if name not in states[0] or len(states) == 1:
@@ -178,48 +206,50 @@ class _Batch:
 
         self._parts = parts = Factors(*map(stack, Factors._fields))
         self._count = parts.count.flatten()[0].item()
+        self._total = parts.rows.sum(-1)
+        self.decaying = [x for x in (parts.left, parts.right, parts.rows, parts.columns) if isinstance(x, Tensor)]
+        self.tensors = slice(first, first + len(states))
         shape = (*parts.rows.shape, parts.columns.shape[-1])
         self.block = Block(start, start + math.prod(shape), shape, parts.left_basis, parts.right_basis)
 
-    def write_squares(self, v: Tensor) -> None:
-        rows, columns = self._parts.rows, self._parts.columns
-        total = rows.sum(-1, keepdim=True).clamp_(min=torch.finfo(rows.dtype).tiny)  # 0 before any gradient but 0
-        torch.mul((rows / total).unsqueeze(-1), columns.unsqueeze(-2), out=self.block.of(v))
+    def _share(self) -> Tensor:
+        # Of each row in the total, which is 0 before any gradient but 0. A product of two sums may leave the range.
+        return self._parts.rows / self._total.clamp(min=torch.finfo(self._total.dtype).tiny).unsqueeze(-1)
 
-    def observe(self, g: Tensor, decay: Any, scale: float, h: Tensor, momentum: Tensor | None) -> None:
-        parts, block = self._parts, self.block
-        g, h = (block.of(x) if scale == 1 else block.of(x) * scale for x in (g, h))
-        squares = h.square()
-        parts.rows.mul_(decay).add_(squares.sum(-1))
-        parts.columns.mul_(decay).add_(squares.sum(-2))
+    def sums(self, inverse: Tensor | None) -> Tensor:
+        if inverse is None:
+            return self._total.reshape(-1)
+        over_columns = (self.block.of(inverse) @ self._parts.columns.unsqueeze(-1)).squeeze(-1)
+        return (self._share() * over_columns).sum(-1).reshape(-1)
+
+    def add_squares(self, x: Tensor, a: Any) -> None:
+        # x <- x + a v, where a is a Python number, or one number for each tensor of the entry.
+        share = self._share()
+        if isinstance(a, Tensor):
+            share, a = share * a[self.tensors].to(share).reshape(self._total.shape).unsqueeze(-1), 1.0
+        self.block.of(x).addcmul_(share.unsqueeze(-1), self._parts.columns.unsqueeze(-2), value=a)
+
+    def add(self, g: Tensor, h: Tensor, momentum: Tensor | None) -> None:
+        parts, g, h = self._parts, self.block.of(g), self.block.of(h)
+        squares = h * h
+        parts.rows.add_(squares.sum(-1))
+        parts.columns.add_(squares.sum(-2))
+        del squares  # a refresh needs much memory
         # Only the device knows whether the update counts, and it is not waited for: the count rises in any case.
         self._count = following(self._count)
         parts.count.fill_(self._count)
         for factor, a in ((parts.left, g), (parts.right, g.mT)):
             if isinstance(factor, Tensor):
-                factor.mul_(decay)
                 (factor.addmm_ if factor.dim() == 2 else factor.baddbmm_)(a, a.mT)  # g g^T and g^T g
         if is_due(self._count):
-            self._renew_bases(None if momentum is None else block.of(momentum))
-
-    def _renew_bases(self, momentum: Tensor | None) -> None:
-        parts = self._parts
-        before = parts.left_basis, parts.right_basis, parts.rows, parts.columns
-        after = renewed(parts._replace(count=self._count))
-        if momentum is not None:  # from the old basis to the new one: Q_new^T Q_old on either side
-            changes = (
-                old.mT @ new if isinstance(old, Tensor) else () for old, new in zip(before[:2], after[:2], strict=True)
-            )
-            momentum.copy_(rotate(momentum, *changes))
-        for old, new in zip(before, after, strict=True):
-            if isinstance(old, Tensor):
-                old.copy_(new)
-
-
-def _add_square(v: Tensor, g: Tensor, scale: float) -> None:
-    if scale != 1:
-        g = g * scale  # before squaring: scale^2 g^2 is in range where g^2 is not
-    v.addcmul_(g, g)
+            after, *changes = renewed(parts._replace(count=self._count))
+            if momentum is not None:
+                momentum = self.block.of(momentum)
+                momentum.copy_(rotate(momentum, *changes))
+            for old, new in zip(parts, after, strict=True):
+                if isinstance(old, Tensor) and new is not old and isinstance(new, Tensor):
+                    old.copy_(new)  # in place: the saved state refers to this tensor
+        self._total = parts.rows.sum(-1)
 
 
 class Whole:
