@@ -47,10 +47,14 @@ class Squares:
                 one["metric.weight"] = weight  # a view: updating all weights of the entry updates the state
         self._read_weight()
 
-    def _make_squares(self, states: list[dict[str, Any]], owned: bool) -> Tensor:
-        if owned:
-            return self._layout.vector("metric.square", self._e)
-        return self._layout.entry([one.get("metric.square") for one in states], self._e)
+    def _make_squares(self, states: list[dict[str, Any]], owned: bool) -> Any:
+        if not owned:
+            return self._layout.entry([one.get("metric.square") for one in states], self._e)
+        self._layout.vector("metric.square", self._e)  # makes them
+        return None
+
+    def _squares(self) -> Tensor:
+        return self._layout.vector("metric.square", self._e) if self._v is None else self._v
 
     def _read_weight(self) -> None:
         # One Python number if all tensors have the same w, as they usually have: arithmetic with it needs no kernel.
@@ -62,7 +66,7 @@ class Squares:
 
     def sums(self) -> Tensor:
         """The sum of v/w over this rank's piece of each tensor."""
-        return self._layout.sums(self._e, self._v) / maximum(self._weight, 1.0)  # w is 0 or at least 1
+        return self._layout.sums(self._e, self._squares()) / maximum(self._weight, 1.0)  # w is 0 or at least 1
 
     def operator(self, means: list[Any], overall: Any) -> Diagonal:
         """D of the coming step: 1/D = (a v + b mean + c)^(-1/2).
@@ -74,11 +78,11 @@ class Squares:
         a, b, c = self._metric.coefficients(self._weight, overall)
         # One w and one tensor; one w and several tensors; a w for each tensor. Each with as few kernels as it needs.
         if isinstance(a, float) and not self._entry.merged:
-            return Diagonal(torch.mul(self._v, a).add_(b * means[0] + c).rsqrt_())
+            return Diagonal(torch.mul(self._squares(), a).add_(b * means[0] + c).rsqrt_())
         if isinstance(a, float):
-            return Diagonal(self._spread([b * mean + c for mean in means]).add_(self._v, alpha=a).rsqrt_())
+            return Diagonal(self._spread([b * mean + c for mean in means]).add_(self._squares(), alpha=a).rsqrt_())
         stacked = torch.stack([as_number(mean, self._weights) for mean in means])
-        return Diagonal(torch.mul(self._v, self._spread(a)).add_(self._spread(b * stacked + c)).rsqrt_())
+        return Diagonal(torch.mul(self._squares(), self._spread(a)).add_(self._spread(b * stacked + c)).rsqrt_())
 
     def _spread(self, values: Any) -> Tensor:
         # One number per tensor -> one per coordinate. Of a list the result is new memory, which operator() writes to.
@@ -89,8 +93,9 @@ class Squares:
     def past_square(self, operator: Diagonal) -> float:
         """The mean of <g, D^-1 g> over earlier gradients: sum of v/(D w)."""
         if isinstance(self._weight, float):
-            return dot(self._v, operator.inverse).item() / max(self._weight, 1.0)
-        return (self._layout.sums(self._e, self._v * operator.inverse) / self._weights.clamp(min=1)).sum().item()
+            return dot(self._squares(), operator.inverse).item() / max(self._weight, 1.0)
+        sums = self._layout.sums(self._e, self._squares() * operator.inverse)
+        return (sums / self._weights.clamp(min=1)).sum().item()
 
     def observe(self, g: Tensor, gate: Gate, scale: float, h: Tensor, momentum: Tensor | None) -> None:
         """Update the memory: v <- decay v + (scale g)^2, w <- decay w + 1.
@@ -104,7 +109,9 @@ class Squares:
                 none.
         """
         decay = gate.weight(self._metric.decay, 1.0)
-        _add_square(self._v.mul_(decay), g, scale)
+        v = self._squares()
+        _add_square(v.mul_(decay), g, scale)
+        self._layout.store("metric.square", self._e, v)
         self._weights.mul_(decay).add_(gate.weight(1.0))
         self._read_weight()
 
@@ -304,7 +311,8 @@ def carried_over(metric: Metric, param: Tensor, held: dict[str, Any], in_basis: 
     parts = {name: held[name] for name in held if name not in rest}
     if "metric.square" in parts and not is_diagonal_on(metric, param):
         fresh = blank(metric, param)
-        v = fitted(parts["metric.square"], param).reshape(len(fresh["metric.rows"]), len(fresh["metric.columns"]))
+        v = fitted(parts["metric.square"], param).to(wide_dtype(param.dtype))
+        v = v.reshape(len(fresh["metric.rows"]), len(fresh["metric.columns"]))
         for side, name, sums in (("left", "rows", v.sum(1)), ("right", "columns", v.sum(0))):
             fresh[f"metric.{name}"] = sums
             if f"metric.{side}" in fresh:
@@ -319,7 +327,7 @@ def carried_over(metric: Metric, param: Tensor, held: dict[str, Any], in_basis: 
         shape = len(held["metric.rows"]), len(held["metric.columns"])
         total = found[0].sum().clamp(min=torch.finfo(found[0].dtype).tiny)
         for name in rest.keys() & set(in_basis):
-            rest[name] = rotate_back(held[name].reshape(shape), *bases).reshape(held[name].shape)
+            rest[name] = rotate_back(held[name].reshape(shape).to(total.dtype), *bases).reshape(held[name].shape)
         square = torch.outer(found[0] / total, found[1])
         square = square.reshape((*param.shape, 2) if param.is_complex() else param.shape)
         return {**rest, "metric.square": square, "metric.weight": parts["metric.weight"]}
