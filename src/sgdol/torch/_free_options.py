@@ -6,6 +6,7 @@ import math
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sgdol import metrics
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 # In every parameter group. (``defaults`` has more keys after unpickling: torch adds its own.)
-OPTIONS = ("lr", "momentum", "weight_decay", "averaging", "metric", "maximize", "foreach")
+OPTIONS = ("lr", "momentum", "weight_decay", "averaging", "metric", "state_dtype", "maximize", "foreach")
 
 # What to do in place of an option of SGDOL or of another optimizer.
 INSTEAD = {
@@ -39,12 +40,17 @@ INSTEAD = {
 }
 
 # Must be the same in all parameter groups: there is one direction, in one norm, and one average.
-SHARED = ("momentum", "averaging", "metric", "maximize", "foreach")
+SHARED = ("momentum", "averaging", "metric", "state_dtype", "maximize", "foreach")
 
 
 def checked(options: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
     refuse_unknown(unknown, "SGDOLFree", options, INSTEAD)
     metrics.get(options["metric"])
+    if options["state_dtype"] not in (None, torch.bfloat16):
+        raise ValueError(
+            "state_dtype must be None, for float32 or the wider type of the parameters, or torch.bfloat16, got "
+            f"{options['state_dtype']!r}"
+        )
     at_least_0 = (lambda v: v >= 0), "at least 0 and finite"
     at_most = (lambda v: 0 <= v <= LARGEST), f"at least 0 and finite, at most {LARGEST:g}"
     lr = options["lr"]
@@ -118,7 +124,7 @@ def refuse_other_states(state_dict: dict[str, Any]) -> None:
 def _refuse_incomplete(state: Any) -> None:
     if not isinstance(state, dict) or not all(isinstance(saved, dict) for saved in state.values()):
         raise ValueError("state_dict is damaged: its state is not a dict of dicts, one per parameter")
-    vectors = ("momentum", "average", "previous")
+    vectors = ("momentum", "average", "last_step")
     for index, saved in state.items():
         missing = [name for name in vectors if not isinstance(saved.get(name), Tensor)]
         if 0 < len(missing) < len(vectors):
