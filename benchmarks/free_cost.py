@@ -202,6 +202,10 @@ def _remembering() -> dict[str, Make]:
     found["SGDOLFree"] = SGDOLFree
     found['SGDOLFree(metric="rms")'] = lambda p: SGDOLFree(p, metric="rms")
     found['SGDOLFree(metric="euclidean")'] = lambda p: SGDOLFree(p, metric="euclidean")
+    for metric in ("kronecker", "rms", "euclidean"):
+        found[f'SGDOLFree(metric="{metric}", state_dtype=torch.bfloat16)'] = lambda p, metric=metric: SGDOLFree(
+            p, metric=metric, state_dtype=torch.bfloat16
+        )
     return found
 
 

@@ -133,7 +133,7 @@ class FreeBlanks:
     def _parameter(self, p: Tensor) -> dict[str, Any]:
         known, piece = self._state.get(p, {}), real_view(local(p.detach()))
         wide = piece.to(wide_dtype(p.dtype), memory_format=torch.contiguous_format)
-        fresh = {"momentum": torch.zeros_like, "average": torch.clone, "previous": torch.clone}
+        fresh = {"momentum": torch.zeros_like, "average": torch.clone, "last_step": torch.zeros_like}
         blank = {name: like_parameter(make(wide), p) for name, make in fresh.items() if name not in known}
         blank.update({name: value for name, value in self._metrics.blank(p).items() if name not in known})
         # 0 for a parameter that has never moved; after loading its state is dropped again.

@@ -6,10 +6,11 @@ import math
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sgdol.free import State
-from sgdol.torch._options import BOTH, WITHIN, Check, number, refuse_unknown
+from sgdol.torch._options import BOTH, WITHIN, Check, number, one_of, refuse_unknown
 from sgdol.torch._options import INSTEAD as OF_OTHERS
 from sgdol.torch._options import OPTIONS as OF_SGDOL
 from sgdol.torch._world import real_view
@@ -31,6 +32,11 @@ __all__ = [
 OPTIONS: dict[str, Check] = {
     "lr": number(WITHIN[0], f"{WITHIN[1]}; 1 is the step size that is learned", tensor=True),
     "averaging": number(lambda v: v >= 0, "at least 0 and finite"),
+    "state_dtype": one_of(
+        (None, torch.bfloat16),
+        ValueError,
+        "None, for float32 or the wider type of the parameters, or torch.bfloat16",
+    ),
     **BOTH,
 }
 
@@ -42,7 +48,7 @@ INSTEAD = {
 }
 
 # Must be the same in all parameter groups: there is one direction, in one norm, and one average.
-SHARED = ("momentum", "averaging", "metric", "maximize", "foreach")
+SHARED = ("momentum", "averaging", "metric", "state_dtype", "maximize", "foreach")
 
 
 def checked(options: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +114,7 @@ def refuse_other_states(state_dict: dict[str, Any]) -> None:
 def _refuse_incomplete(state: Any) -> None:
     if not isinstance(state, dict) or not all(isinstance(saved, dict) for saved in state.values()):
         raise ValueError("state_dict is damaged: its state is not a dict of dicts, one per parameter")
-    vectors = ("momentum", "average", "previous")
+    vectors = ("momentum", "average", "last_step")
     for index, saved in state.items():
         missing = [name for name in vectors if not isinstance(saved.get(name), Tensor)]
         if 0 < len(missing) < len(vectors):

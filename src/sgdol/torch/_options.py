@@ -87,7 +87,7 @@ def number(allowed: Callable[[float], bool], sentence: str, *, optional: bool = 
     return check
 
 
-def _one_of(allowed: tuple[Any, ...], error: type[Exception], sentence: str) -> Check:
+def one_of(allowed: tuple[Any, ...], error: type[Exception], sentence: str) -> Check:
     def check(name: str, value: Any) -> Any:
         if not any(value is x or (isinstance(x, str) and isinstance(value, str) and value == x) for x in allowed):
             raise error(f"{name} must be {sentence}, got {_cut(value)}")
@@ -97,7 +97,7 @@ def _one_of(allowed: tuple[Any, ...], error: type[Exception], sentence: str) -> 
 
 
 def _word(words: tuple[str, ...]) -> Check:
-    return _one_of(words, ValueError, f"one of {', '.join(map(repr, words))}")
+    return one_of(words, ValueError, f"one of {', '.join(map(repr, words))}")
 
 
 def _lr(name: str, value: Any) -> Any:
@@ -142,8 +142,8 @@ BOTH: dict[str, Check] = {  # of both optimizers
     "momentum": number(lambda v: 0 <= v < 1, "at least 0 and less than 1"),
     "weight_decay": number(*WITHIN),
     "metric": _metric,
-    "maximize": _one_of((True, False), TypeError, "True or False"),
-    "foreach": _one_of((None, True, False), TypeError, "None, True or False"),
+    "maximize": one_of((True, False), TypeError, "True or False"),
+    "foreach": one_of((None, True, False), TypeError, "None, True or False"),
 }
 
 # As they stand in the parameter groups. ``smoothness`` is not there: it becomes lr = (1 - momentum)/smoothness.

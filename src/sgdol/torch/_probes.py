@@ -236,14 +236,28 @@ class Probes:
         layout.put(x)
         self._passes.world.reshard()
 
-    def _swap(self, layout: Layout, other: Vector) -> None:
-        # Exchange the parameters and another point, entry by entry: only one entry is in memory twice.
-        memory = layout.real_parameters()
-        for e, x in enumerate(other):
-            point, rows = x.clone(), layout.rows(e)
-            x.copy_(layout.entry([p.detach() for p in layout.params[rows]], e))
-            torch._foreach_copy_(memory[rows], layout.parts(e, point))
-        self._passes.world.reshard()
+    def _step_back(self, layout: Layout, step: Vector) -> None:
+        """The parameters x and the last step s become x - s and x: so x is kept, and no other vector is needed."""
+
+        def points() -> Iterator[Tensor]:
+            for e, s in enumerate(step):
+                x = layout.here(e)
+                before = torch.sub(x, s)
+                s.copy_(x)  # now, because x may be the memory that is written to next
+                yield before
+
+        self._put(layout, points())
+
+    def _step_forth(self, layout: Layout, x: Vector) -> None:
+        """The reverse: the parameters are x again, to the last bit, and x becomes the step from where they were."""
+
+        def points() -> Iterator[Tensor]:
+            for e, point in enumerate(x):
+                s = torch.sub(point, layout.here(e))
+                yield point
+                point.copy_(s)
+
+        self._put(layout, points())
 
     # Where the step starts from ---------------------------------------------------------------------------------------
 
@@ -256,7 +270,7 @@ class Probes:
             state: what has been learned so far.
             now: the batch evaluated where the parameters are.
             batch: the batch, to be evaluated again.
-            vector: returns a vector of the optimizer by its name, "average" or "previous".
+            vector: returns a vector of the optimizer by its name, "average" or "last_step".
 
         Returns:
             The new state, and the batch evaluated where the parameters are afterwards.
@@ -269,7 +283,7 @@ class Probes:
             state, now = self._try_average(state, now, batch, vector("average"))
         state = free.judge_first(state, now.norm if now.finite else math.nan, self._settings)
         state, looks = free.wants_look_back(state, now.norm if now.finite else math.nan, self._settings)
-        return self._look_back(state, now, batch, vector("previous")) if looks else (state, now)
+        return self._look_back(state, now, batch, vector("last_step")) if looks else (state, now)
 
     def _first_point(self, state: State, now: Evaluation, batch: Batch) -> State:
         """Check that the batch is the same when it is evaluated again; measure M along the first gradient."""
@@ -295,12 +309,11 @@ class Probes:
             stay[0] = there.finite and bool(free.confirms(state, now.loss, there.loss, self._settings))
         return (free.roll_back(state, self._settings), there) if stay[0] else (state, now)
 
-    def _look_back(self, state: State, now: Evaluation, batch: Batch, previous: Vector) -> tuple[State, Evaluation]:
+    def _look_back(self, state: State, now: Evaluation, batch: Batch, step: Vector) -> tuple[State, Evaluation]:
         """Evaluate the batch before the last step as well; if that step was much too long, stay there."""
-        layout, D, x = now.layout, now.operators, previous
-        # After the swap the memory of ``previous`` holds x, the present point: one vector serves for both points.
-        self._swap(layout, previous)
-        with self._parameters_moved(lambda: self._swap(layout, previous)) as stay:
+        layout, D, x = now.layout, now.operators, step
+        self._step_back(layout, step)
+        with self._parameters_moved(lambda: self._step_forth(layout, step)) as stay:
             before = self.evaluate_again(batch)
             point_before = layout.parameters()
 
@@ -324,8 +337,8 @@ class Probes:
                 stay[0] = bool(rejected)
         if not stay[0]:
             return state, now
-        for vector, point in zip(previous, point_before, strict=True):
-            vector.copy_(point)
+        for e, s in enumerate(step):
+            layout.store("last_step", e, s.zero_())
         return state, before
 
     def _refuse_another_batch(self, now: Evaluation, again: Evaluation, batch: Batch) -> None:

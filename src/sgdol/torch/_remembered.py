@@ -41,7 +41,6 @@ class Squares:
         states = [state[p] if owned else dict(state.get(p, {})) for p in layout.params[layout.rows(e)]]
         zero = torch.zeros((), dtype=scalar_dtype(self._entry.device), device=self._entry.device)
         self._weights = torch.stack([one.get("metric.weight", zero) for one in states])
-        self._decaying = [self._weights]  # tensors that an update multiplies by the decay
         # Before the first update there is nothing to remember, and nothing is allocated.
         self._is_blank = not (owned or any("metric.weight" in one for one in states))
         if not self._is_blank:
@@ -52,10 +51,11 @@ class Squares:
         self._read_weight()
 
     def _read(self, states: list[dict[str, Any]], owned: bool) -> None:
-        squares = "metric.square"
-        layout, e = self._layout, self._e
-        self._v = layout.vector(squares, e) if owned else layout.entry([one.get(squares) for one in states], e)
-        self._decaying.append(self._v)
+        self._copy = None if owned else self._layout.entry([one.get("metric.square") for one in states], self._e)
+        self._squares()  # makes them
+
+    def _squares(self) -> Tensor:
+        return self._layout.vector("metric.square", self._e) if self._copy is None else self._copy
 
     def _read_weight(self) -> None:
         # One Python number if all tensors have the same w, as they usually have: arithmetic with it needs no kernel.
@@ -79,8 +79,8 @@ class Squares:
     def _sums(self, inverse: Tensor | None) -> Tensor:
         # The sum of v, or of v/D, over each tensor.
         if inverse is None:
-            return self._layout.sums(self._e, self._v)
-        return self._layout.number(self._e, self._v, inverse)
+            return self._layout.sums(self._e, self._squares())
+        return self._layout.number(self._e, self._squares(), inverse)
 
     def operator(self, means: list[Any], overall: Any) -> Diagonal | Rotated:
         """D of the coming step: 1/D = (a v + b mean + c)^(-1/2).
@@ -97,8 +97,8 @@ class Squares:
     def _operator(self, a: Any, constant: Tensor) -> Diagonal | Rotated:
         # The coefficient a is a Python number, or one number for each tensor. D^2 = a v + constant.
         if isinstance(a, float):
-            return Diagonal(torch.add(constant, self._v, alpha=a).rsqrt_())
-        return Diagonal(torch.addcmul(constant, self._v, self._spread(a)).rsqrt_())
+            return Diagonal(torch.add(constant, self._squares(), alpha=a).rsqrt_())
+        return Diagonal(torch.addcmul(constant, self._squares(), self._spread(a)).rsqrt_())
 
     def observe(self, g: Tensor, gate: Gate, scale: float, h: Tensor, momentum: Tensor | None) -> None:
         """Update the memory: v <- decay v + (scale g)^2, w <- decay w + 1.
@@ -111,15 +111,16 @@ class Squares:
             momentum: a vector in the coordinates of D, which is rotated in place when these change; None if there is
                 none.
         """
-        torch._foreach_mul_(self._decaying, gate.weight(self._metric.decay, 1.0))
-        self._weights.add_(gate.weight(1.0))
+        decay = gate.weight(self._metric.decay, 1.0)
+        self._weights.mul_(decay).add_(gate.weight(1.0))
         self._read_weight()
         if scale != 1:  # before squaring: scale^2 g^2 is in range where g^2 is not
             g, h = (g * scale,) * 2 if h is g else (g * scale, h * scale)
-        self._add(g, h, momentum)
+        self._add(g, h, decay, momentum)
 
-    def _add(self, g: Tensor, h: Tensor, momentum: Tensor | None) -> None:
-        self._v.addcmul_(g, g)
+    def _add(self, g: Tensor, h: Tensor, decay: Any, momentum: Tensor | None) -> None:
+        v = self._squares().mul_(decay).addcmul_(g, g)
+        self._layout.store("metric.square", self._e, v)
 
 
 class Matrices(Squares):
@@ -137,6 +138,7 @@ class Matrices(Squares):
         vectors = [real_view(local(one["metric.square"])) for one in states if "metric.square" in one]
         first, sizes = len(vectors), self._entry.sizes
         self._start = start = sum(sizes[:first])  # of the matrices
+        self._decaying: list[Tensor] = []  # tensors that an update multiplies by the decay
         if first:
             self._v = torch.cat([v.reshape(-1) for v in vectors])
             self._tensor_of = torch.repeat_interleave(torch.arange(first), torch.tensor(sizes[:first])).to(
@@ -178,7 +180,8 @@ class Matrices(Squares):
 
         return Rotated(inverse, [batch.block for batch in self._batches], keep=self._entry.merged)
 
-    def _add(self, g: Tensor, h: Tensor, momentum: Tensor | None) -> None:
+    def _add(self, g: Tensor, h: Tensor, decay: Any, momentum: Tensor | None) -> None:
+        torch._foreach_mul_(self._decaying, decay)
         if self._start:
             self._v.addcmul_(g[: self._start], g[: self._start])
         for batch in self._batches:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sgdol.torch._vectors import Layout, Vector
 
-__all__ = ["Gate", "move"]
+__all__ = ["Gate", "move", "move_tensors"]
 
 
 class Gate:
@@ -98,15 +98,14 @@ def move(
             if decay:
                 decays = eta * decay
         ds = layout.parts(e, v, to_read=True)
-        factor = factor if group["maximize"] else -factor
-        if isinstance(factor, float) and decays is None and xs[0].dtype == v.dtype:
-            torch._foreach_add_(xs, ds, alpha=factor)  # the usual case: one kernel for many tensors
-        else:
-            _move_tensors(xs, ds, factor, decays, entry.dtype)
+        move_tensors(xs, ds, factor if group["maximize"] else -factor, decays, entry.dtype)
 
 
-def _move_tensors(xs: list[Tensor], ds: Sequence[Tensor], factor: Any, decays: Any, wide: torch.dtype) -> None:
-    """Move tensors: x <- (1 - decay) x + factor d, computed in the wide type."""
+def move_tensors(xs: list[Tensor], ds: Sequence[Tensor], factor: Any, decays: Any, wide: torch.dtype) -> None:
+    """Move tensors: x <- (1 - decay) x + factor d, computed in the wide type; decay None for 0."""
+    if isinstance(factor, float) and decays is None and xs[0].dtype == ds[0].dtype:
+        torch._foreach_add_(xs, ds, alpha=factor)  # the usual case: one kernel for many tensors
+        return
     if isinstance(factor, Tensor):
         ds, factor = torch._foreach_mul(list(ds), factor.to(ds[0])), 1.0
     if xs[0].dtype != wide:  # bfloat16 would be rounded by every operation: it is rounded once, at the end

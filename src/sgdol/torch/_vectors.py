@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sgdol.torch._rounding import NARROW, kept_dtype, rounded, seed_of
 from sgdol.torch._world import ORDINARY, is_sharded, like_parameter, local, piece_of, real_view, several
 
 __all__ = [
@@ -243,6 +244,10 @@ class Layout:
     def parameters(self) -> Vector:
         return self.gather([p.detach() for p in self.params])
 
+    def here(self, e: int) -> Tensor:
+        # Entry e of parameters().
+        return self.entry([p.detach() for p in self.params[self.rows(e)]], e)
+
     def point(self) -> Vector:
         return self.copy(self.parameters())
 
@@ -320,7 +325,7 @@ class Layout:
     # Vectors that are kept in the optimizer's state -------------------------------------------------------------------
 
     def vector(self, name: str, e: int, fill: Tensor | None = None) -> Tensor:
-        """Entry e of the vector whose parts are ``state[p][name]``. Writing to it writes to the optimizer's state.
+        """Entry e of the vector whose parts are ``state[p][name]``. After writing to it, call :meth:`store`.
 
         Args:
             name: the key in the state of each parameter.
@@ -330,7 +335,21 @@ class Layout:
         x = self._vectors.get((name, e))
         if x is None:
             x = self._vectors[name, e] = self._vector_of_state(name, e, fill)
-        return x
+        return x.to(self.entries[e].dtype) if x.dtype == NARROW else x
+
+    def store(self, name: str, e: int, x: Tensor, draw: int = 0) -> None:
+        """Write to the state what was done to ``x = vector(name, e)``: state in bfloat16 is not that memory.
+
+        Args:
+            name: of the vector.
+            e: the index of the entry.
+            x: what :meth:`vector` returned.
+            draw: another number for every time that the vector is stored in one step.
+        """
+        kept = self._vectors[name, e]
+        if kept is not x:
+            entry = self.entries[e]
+            kept.copy_(rounded(x, seed_of(self.groups[entry.group], self.params[entry.start], name, e, draw)))
 
     def has_vector(self, name: str) -> bool:
         return all((name, e) in self._vectors for e in range(len(self.entries)))
@@ -341,9 +360,9 @@ class Layout:
     def _vector_of_state(self, name: str, e: int, fill: Tensor | None) -> Tensor:
         entry, state = self.entries[e], self._state
         saved = [state[p].get(name) for p in self.params[entry.start : entry.stop]]
-        if not entry.merged and saved[0] is not None:
+        dtype = kept_dtype(self.groups[entry.group], name, entry.dtype if fill is None else fill.dtype)
+        if not entry.merged and saved[0] is not None and (saved[0].dtype == NARROW) == (dtype == NARROW):
             return real_view(local(saved[0]))
-        dtype = entry.dtype if fill is None else fill.dtype
         x = torch.zeros(entry.shape, dtype=dtype, device=entry.device)
         if fill is not None:
             x.copy_(fill)

@@ -22,6 +22,7 @@ from sgdol.torch._world._pieces import (
     local,
     piece_of,
     real_view,
+    shard_of,
 )
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "piece_of",
     "real_view",
     "several",
+    "shard_of",
 ]
 
 _ALONE = Alone()

@@ -22,6 +22,7 @@ __all__ = [
     "placed_like",
     "plain",
     "real_view",
+    "shard_of",
     "whole",
 ]
 
@@ -88,6 +89,15 @@ def like_parameter(piece: Tensor, param: Tensor) -> Tensor:
         shape, stride = torch.Size([*shape, 2]), (*(2 * s for s in stride), 1)
     mesh, placements = whole(param).device_mesh, whole(param).placements
     return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def shard_of(param: Tensor) -> tuple[int, ...]:
+    """Which of the pieces of a sharded parameter this rank has. Replicas have the same; () of an ordinary parameter."""
+    if not is_sharded(param):
+        return ()
+    coordinates = whole(param).device_mesh.get_coordinate() or ()
+    placed = zip(coordinates, whole(param).placements, strict=False)
+    return tuple(coordinate for coordinate, placement in placed if not placement.is_replicate())
 
 
 def fitted(value: Tensor, param: Tensor) -> Tensor:
