@@ -229,7 +229,7 @@ def test_without_double_precision_everything_is_float32():
     with jax.enable_x64(False):
         optimizer = sgdol(0.1, momentum=0.5, averaging=8, granularity="coordinate")
         params = np.ones(3)
-        updates, state = optimizer.update(np.ones((2, 3)), optimizer.init(params), params)
+        updates, state = jax.eval_shape(optimizer.update, np.ones((2, 3)), optimizer.init(params), params)
         assert updates.dtype == jnp.float32
         assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"float32", "int32"}
 
