@@ -14,7 +14,7 @@ OUT ?= results
 PURE := tests/test_cli.py tests/test_import.py tests/test_plot.py tests/test_reference.py tests/test_surrogate.py \
 	tests/test_learners.py tests/test_metrics.py tests/jax/test_sgdol_jax.py tests/jax/test_checkpoints.py tests/paper/test_results.py \
 	tests/paper/test_report.py
-QUICK := $(PURE) tests/test_readme.py tests/torch/test_exact_vectors.py tests/torch/test_checkpoint.py tests/torch/test_old_states.py \
+QUICK := $(PURE) tests/test_site.py tests/torch/test_exact_vectors.py tests/torch/test_checkpoint.py tests/torch/test_old_states.py \
 	tests/torch/test_log.py tests/trainers/test_lightning.py tests/trainers/test_huggingface.py tests/trainers/test_accelerate.py \
 	tests/private
 

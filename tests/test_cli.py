@@ -155,10 +155,7 @@ def test_an_interrupt_says_how_to_continue():
     assert (stopped.returncode, stopped.stderr.splitlines()) == (130, [INTERRUPTED])
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["rich.console", "jaxlib._xla", "jax._src.lax.special", "xarray.core.utils", "h5py._errors", "h5py.h5f"],
-)
+@pytest.mark.parametrize("module", ["rich.console", "jax._src.lax.special", "h5py.h5f"])
 def test_an_interrupt_ends_in_one_line_while_modules_are_imported(module, tmp_path):
     """The signal is sent when Python says that it has imported this module."""
     program = (

@@ -213,20 +213,11 @@ def test_a_notebook_shows_the_figure_as_it_is():
     assert base64.b64decode(pictures[0]).startswith(b"\x89PNG")
 
 
+COUNTS = {"updates": 10, "evaluations": 13, "rejections": 1 / 4, "rollbacks": 1 / 6}
 FREE = [
-    {
-        "step": 10 * t,
-        "loss": 2.0 / t,
-        "step_size": 0.1 * t,
-        "smoothness": 4.0 / t,
-        "signal_to_noise": 1 / t,
-        "noise_scale": 3.0 * t,
-        "updates": 10 * t,
-        "evaluations": 13 * t,
-        "rejections": t // 4,
-        "rollbacks": int(t >= 6),
-        "skipped": 0,
-    }
+    row(
+        t, loss=2.0 / t, step_size=0.1 * t, smoothness=4.0 / t, **{name: int(each * t) for name, each in COUNTS.items()}
+    )
     for t in range(1, 9)
 ]
 

@@ -1,4 +1,4 @@
-"""The site: its links lead somewhere, its examples run, and the reference has every public name."""
+"""The README and the site: links lead somewhere, examples run, and the reference has every public name."""
 
 import importlib
 import pkgutil
@@ -67,7 +67,7 @@ def torch_script() -> dict[str, object]:
         "model": torch.nn.Linear(10, 1),
         "loader": [(torch.randn(32, 10), torch.randn(32, 1)) for _ in range(12)],
         "criterion": torch.nn.MSELoss(),
-        "evaluate": lambda model: None,
+        "evaluate": lambda model: model.eval(),
     }
 
 
@@ -87,6 +87,7 @@ def jax_script() -> dict[str, object]:
 @pytest.mark.parametrize(
     ("page", "script"),
     [
+        ("../README", torch_script),
         ("index", torch_script),
         ("guide/start", torch_script),
         ("guide/coming_from", torch_script),
@@ -95,7 +96,7 @@ def jax_script() -> dict[str, object]:
         ("guide/optax", jax_script),
     ],
 )
-def test_the_examples_of_a_guide_run_one_after_the_other(page, script, tmp_path, monkeypatch, capsys):
+def test_the_examples_of_a_page_run_one_after_the_other(page, script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # they save what they have trained
     names = {}
     for block in re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), flags=re.S):

@@ -1,6 +1,7 @@
 """The suite of problems: gradients, data, units and budgets are what the table says they are."""
 
 import collections
+import functools
 import hashlib
 import math
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from benchmarks.quality import data, development, get_problem, held_out, objectives, suite
 from benchmarks.quality.minimum import minimum, newton
 from benchmarks.quality.objectives import Objective
+from benchmarks.quality.problem import Instance
 from benchmarks.quality.problems import KINDS, Problem
 from processes import script
 from torch import nn
@@ -32,6 +34,12 @@ def splits_exactly(objective: Objective) -> bool:
 IN_DOUBLE = [p.name for p in suite() if not p.network and p.name != "softmax-1000"]
 NOT_SPLIT = {"mlp-mnist-dropout", "mlp-digits-dropout", "transformer-odd", "resnet-digits", "resnet-mnist"}
 SPLIT_EXACTLY = [name for name in NAMES if name not in NOT_SPLIT]
+
+
+@functools.cache
+def made(name: str) -> Instance:
+    """For looking at: nobody moves it."""
+    return get_problem(name).make(seed=2, steps=4)
 
 
 def gradient(objective: Objective, loss: torch.Tensor) -> torch.Tensor:
@@ -133,7 +141,7 @@ def test_adult_gradient_is_the_papers() -> None:
 
 @pytest.mark.parametrize("name", SPLIT_EXACTLY)
 def test_two_halves_of_a_batch_average_to_the_batch(name: str) -> None:
-    instance = get_problem(name).make(seed=2, steps=4)
+    instance = made(name)
     objective = instance.objective
     assert splits_exactly(objective)
     whole = gradient(objective, instance.loss(1))
@@ -145,7 +153,7 @@ def test_two_halves_of_a_batch_average_to_the_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(NOT_SPLIT))
 def test_what_cannot_be_split_exactly_is_not_said_to_be(name: str) -> None:
-    assert not splits_exactly(get_problem(name).make(seed=0, steps=1).objective)
+    assert not splits_exactly(made(name).objective)
 
 
 def test_minibatches_of_an_epoch_average_to_the_full_gradient() -> None:
@@ -282,7 +290,7 @@ def test_batchnorm_statistics_are_estimated_at_the_evaluated_weights(name: str) 
 
 @pytest.mark.parametrize("name", SPLIT_EXACTLY)
 def test_a_batch_looked_at_again_is_the_same_function(name: str) -> None:
-    instance = get_problem(name).make(seed=2, steps=2)
+    instance = made(name)
     first = gradient(instance.objective, instance.loss(1, 0, 2))
     instance.loss(0).backward()
     assert torch.equal(gradient(instance.objective, instance.loss(1, 0, 2)), first)
@@ -290,7 +298,7 @@ def test_a_batch_looked_at_again_is_the_same_function(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_constant_predictor_is_between_the_optimum_and_chance(name: str) -> None:
-    objective = get_problem(name).make(seed=0, steps=1).objective
+    objective = made(name).objective
     if objective.constant is None:
         assert get_problem(name).kind in ("rosenbrock", "quadratic", "policy")
     else:
@@ -302,7 +310,7 @@ def test_a_constant_predictor_is_between_the_optimum_and_chance(name: str) -> No
 )
 def test_the_loss_of_a_constant_predictor_is_known(name: str, value: float) -> None:
     """A balanced +-1 under the paper's loss costs (0 + 4/5)/2 at best; classes cost their entropy."""
-    constant = get_problem(name).make(seed=0, steps=1).objective.constant
+    constant = made(name).objective.constant
     assert constant == pytest.approx(value, rel=0.05)
     assert constant <= value + 1e-6
 

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import optax
 import pytest
-from six_numbers import BLOCKS, gradients, granular, tree
+from dense_metric import Dense
+from six_numbers import gradients, granular, tree
 
 from sgdol.jax import averaged_params, diagnostics, sgdol
 
@@ -43,11 +44,17 @@ WAYS = {"orbax": through_orbax, "flax": through_flax_bytes, "state_dict": throug
 
 
 @pytest.mark.parametrize(
-    ("granularity", "way"),
-    [*((granularity, "orbax") for granularity in BLOCKS), ("coordinate", "flax"), ("global", "state_dict")],
+    ("granularity", "way", "metric"),
+    [
+        ("tensor", "orbax", Dense()),
+        ("coordinate", "orbax", "rms"),
+        ("group", "flax", "euclidean"),
+        ("global", "state_dict", "euclidean"),
+    ],
 )
-def test_a_restored_run_goes_on_bit_for_bit(granularity, way, tmp_path):
-    inner = sgdol(optax.linear_schedule(0.3, 0.1, 20), momentum=0.9, averaging=8, **granular(granularity))
+def test_a_restored_run_goes_on_bit_for_bit(granularity, way, metric, tmp_path):
+    options = {"momentum": 0.9, "averaging": 8, "metric": metric, **granular(granularity)}
+    inner = sgdol(optax.linear_schedule(0.3, 0.1, 20), **options)
     optimizer = optax.chain(optax.clip_by_global_norm(10.0), inner)
     update = jax.jit(optimizer.update)
 

@@ -8,12 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
-from six_numbers import gradients, replicate, run
-
-from sgdol.jax import sgdol
 
 LEAVES = [3, 2, 1]
 """The sizes of the leaves, which the mean of the gradients has to have anyway."""
@@ -85,12 +80,3 @@ def test_gradients_that_shard_map_has_summed_are_refused(measured):
 def test_an_axis_of_one_device_holds_a_gradient_alone(measured):
     assert measured["one_device"]["difference"] == 0
     assert measured["one_device"]["pending"] == [True, False]
-
-
-def test_vmap_with_an_axis_name_is_data_parallel_too():
-    """Which is how to try it on one device."""
-    with jax.enable_x64(True):
-        recorded = gradients(3, 4)
-        last, _ = replicate(sgdol(0.25, axis_name="replicas"), recorded)
-        iterates, _ = run(sgdol(0.25), recorded)
-        np.testing.assert_allclose(last, iterates[-1], rtol=0, atol=1e-13)

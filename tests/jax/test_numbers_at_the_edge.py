@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from six_numbers import flat, gradients, granular, run, tree
+from six_numbers import flat, gradients, granular, loop, run, tree
 
 from sgdol.jax import diagnostics, scale_by_sgdol, sgdol
 from sgdol.learners import FTRL, MeasuredCurvature
@@ -17,18 +17,25 @@ from sgdol.learners import FTRL, MeasuredCurvature
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
+def program(dtype, **options):
+    """A compiled function: the iterates if the objective is multiplied by 2^exponent, the base rate divided by it."""
+
+    @jax.jit
+    def run(rate, stacks):
+        optimizer = sgdol(rate, **options)
+        params = jax.tree.map(lambda p: p.astype(dtype), tree(np.zeros(6)))
+        return loop(optimizer, stacks, params, optimizer.init(params))
+
+    def path(recorded, exponent):
+        stacks = jax.tree.map(lambda g: jnp.asarray(g, dtype), tree(recorded * 2.0**exponent))
+        state, iterates = run(0.25 * 2.0**-exponent, stacks)
+        return flat(iterates), state
+
+    return path
+
+
 def path(recorded, exponent, dtype, **options):
-    """The iterates if the objective is multiplied by 2^exponent and the base rate divided by it."""
-    stacks = jax.tree.map(lambda g: jnp.asarray(g, dtype), tree(recorded * 2.0**exponent))
-    optimizer = sgdol(0.25 * 2.0**-exponent, **options)
-    params = jax.tree.map(lambda p: p.astype(dtype), tree(np.zeros(6)))
-    state, iterates = optimizer.init(params), []
-    update = jax.jit(optimizer.update)
-    for t in range(len(recorded)):
-        updates, state = update(jax.tree.map(lambda g, t=t: g[t], stacks), state, params)
-        params = optax.apply_updates(params, updates)
-        iterates.append(flat(params))
-    return np.array(iterates), state
+    return program(dtype, **options)(recorded, exponent)
 
 
 CONFIGURATIONS = [
@@ -44,11 +51,11 @@ CONFIGURATIONS = [
 def test_multiplying_the_objective_by_a_power_of_two_changes_no_bit(options, dtype, exponents):
     """2^100 is 1e30, 2^500 is 3e150."""
     with jax.enable_x64(dtype == "float64"):
-        recorded = gradients(12, 3)
-        expected, state = path(recorded, 0, dtype, **options)
+        recorded, path = gradients(12, 3), program(dtype, **options)
+        expected, state = path(recorded, 0)
         told = diagnostics(state)
         for exponent in exponents:
-            scaled, state = path(recorded, exponent, dtype, **options)
+            scaled, state = path(recorded, exponent)
             np.testing.assert_array_equal(scaled, expected)
             now = diagnostics(state)
             assert now["signal_to_noise"] == told["signal_to_noise"]
@@ -83,13 +90,12 @@ def test_gradients_may_grow_by_twenty_orders_after_a_tiny_first_one():
 def test_gradients_that_cancel_at_first_still_count():
     """Their mean is zero, so that there is no direction and no unit; their signal is negative."""
     with jax.enable_x64(True):
-        recorded = gradients(6, 2)
+        recorded, path = gradients(6, 2), program("float64")
         recorded[0, 1] = -recorded[0, 0]
-        for exponent in (0, 40):
-            iterates, state = path(recorded, exponent, "float64")
-            assert diagnostics(state)["updates"] == 6
-            assert float(state[0].unit) == 1.0
-        expected, _ = path(recorded, 0, "float64")
+        (expected, state), (iterates, scaled) = path(recorded, 0), path(recorded, 40)
+        for found in (state, scaled):
+            assert diagnostics(found)["updates"] == 6
+            assert float(found[0].unit) == 1.0
         np.testing.assert_array_equal(iterates, expected)
 
 

@@ -10,33 +10,10 @@ import pytest
 from six_numbers import ALGORITHM, BLOCKS, LABELS, flat, gradients, granular, reference, run, tree
 
 from sgdol.jax import diagnostics, scale_by_sgdol, sgdol
-from sgdol.learners import FTRL, MeasuredCurvature, OnlineGradientDescent, OptimisticFTRL
+from sgdol.learners import FTRL, MeasuredCurvature
 from sgdol.reference import replay
 
 pytestmark = pytest.mark.usefixtures("double_precision")
-
-
-@pytest.mark.parametrize(
-    ("granularity", "estimator", "k", "alpha"),
-    [
-        ("global", "paper", 2, None),
-        ("global", "symmetric", 5, 0.5),
-        ("group", "symmetric", 2, 0.5),
-        ("group", "paper", 5, None),
-        ("tensor", "paper", 5, 0.5),
-        ("tensor", "symmetric", 2, None),
-        ("coordinate", "symmetric", 5, None),
-        ("coordinate", "paper", 2, 0.5),
-    ],
-)
-def test_equals_the_reference_on_recorded_gradients(granularity, estimator, k, alpha):
-    recorded = gradients(60, k)
-    expected = replay(
-        recorded, np.zeros(6), smoothness=3.0, alpha=alpha, estimator=estimator, blocks=BLOCKS[granularity]
-    )
-    optimizer = sgdol(smoothness=3.0, alpha=alpha, estimator=estimator, **ALGORITHM, **granular(granularity))
-    iterates, _ = run(optimizer, recorded)
-    np.testing.assert_allclose(iterates, expected.iterates, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ["paper", "symmetric"])
@@ -93,43 +70,6 @@ def test_alternating_and_stacked_pairs_are_one_to_the_last_bit_where_nothing_is_
         np.testing.assert_array_equal(last(recorded.reshape(10, 6)), last(recorded))
 
 
-def test_the_multiplier_does_not_see_the_gradients_of_its_own_step():
-    recorded = gradients(5, 2)
-    changed = recorded.copy()
-    changed[-1] *= -7.0
-    multipliers = []
-    for estimator in ("paper", "symmetric"):
-        optimizer = scale_by_sgdol(estimator=estimator)
-        update = jax.jit(optimizer.update)
-        for stacks in (recorded, changed):
-            state = optimizer.init(tree(np.zeros(6)))
-            for stack in stacks:
-                _, state = update(tree(stack), state)
-            multipliers.append(float(state.multiplier))
-    assert multipliers[0] == multipliers[1]
-    assert multipliers[2] == multipliers[3]
-
-
-def test_runs_inside_scan_and_under_vmap_over_rates():
-    recorded = gradients(30, 2)
-
-    def final(rate):
-        optimizer = sgdol(rate, alpha=1.0, estimator="paper", **ALGORITHM)
-        params = jnp.zeros(6)
-
-        def step(carry, pair):
-            params, state = carry
-            updates, state = optimizer.update(pair[0], state, params, others=pair[1])
-            return (params + updates, state), None
-
-        return jax.lax.scan(step, (params, optimizer.init(params)), jnp.asarray(recorded))[0][0]
-
-    rates = jnp.array([0.1, 0.5])
-    for rate, x in zip(rates.tolist(), jax.jit(jax.vmap(final))(rates), strict=True):
-        expected = replay(recorded, np.zeros(6), smoothness=1 / rate, alpha=1.0).iterates[-1]
-        np.testing.assert_allclose(x, expected, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(("way", "bad"), [("stacked", np.nan), ("others", np.inf), ("stacked", 1e200)])
 def test_a_gradient_that_is_not_finite_changes_nothing(bad, way):
     optimizer = sgdol(0.1, momentum=0.5)
@@ -175,35 +115,6 @@ def test_a_held_gradient_is_dropped_when_the_parameters_move():
         jax.tree.map(np.testing.assert_array_equal, dropped, alone)
 
 
-@pytest.mark.parametrize(
-    ("granularity", "statistics"),
-    [
-        ("global", "direction"),
-        ("global", "gradient"),
-        ("group", "gradient"),
-        ("tensor", "direction"),
-        ("coordinate", "direction"),
-        ("coordinate", "gradient"),
-    ],
-)
-def test_momentum_equals_the_reference(granularity, statistics):
-    recorded, beta = gradients(40, 2), 0.9
-    expected = replay(
-        recorded,
-        np.zeros(6),
-        smoothness=4.0,
-        alpha=None,
-        kappa=3.0,
-        momentum=beta,
-        statistics=statistics,
-        estimator="symmetric",
-        blocks=BLOCKS[granularity],
-    )
-    options = {"learner": FTRL(), "momentum": beta, "statistics": statistics, "kappa": 3.0, **granular(granularity)}
-    iterates, _ = run(sgdol(smoothness=4.0, **options), recorded)
-    np.testing.assert_allclose(iterates, expected.iterates, rtol=0, atol=1e-12)
-
-
 def test_the_learning_rate_is_that_of_optax_sgd():
     """Step by step, as long as the learner leaves s at 1; composed or not, with a schedule or not."""
     recorded, schedule = 1.0 + 0.1 * gradients(20, 2), optax.linear_schedule(1e-3, 0.0, 40)
@@ -214,10 +125,12 @@ def test_the_learning_rate_is_that_of_optax_sgd():
             np.testing.assert_allclose(run(ours, recorded)[0], theirs, rtol=1e-12, atol=0)
 
 
-def test_weight_decay_is_decoupled_and_scaled_by_the_learned_step_size():
+@pytest.mark.parametrize(("granularity", "make"), [("tensor", sgdol), ("coordinate", optax.inject_hyperparams(sgdol))])
+def test_weight_decay_is_decoupled_and_scaled_by_the_learned_step_size(granularity, make):
+    """Whether it is a number or traced."""
     recorded, x = gradients(10, 2), np.ones(6)
-    iterates, _ = run(sgdol(smoothness=10.0, weight_decay=0.3), recorded, x=x)
-    expected = reference(recorded, smoothness=10.0)
+    iterates, _ = run(make(smoothness=10.0, weight_decay=0.3, granularity=granularity), recorded, x=x)
+    expected = reference(recorded, smoothness=10.0, blocks=BLOCKS[granularity])
     for move, eta, after in zip(np.diff(expected.iterates, axis=0), expected.step_sizes, iterates[1:], strict=True):
         x = x + move - eta * 0.3 * x
         np.testing.assert_allclose(after, x, rtol=0, atol=1e-14)
@@ -253,11 +166,7 @@ class FollowTheAverage:
         return {"sums": (u_sum + u * multiplier, n_sum + n)}
 
 
-@pytest.mark.parametrize(
-    "learner",
-    [FTRL(strength=2.0), OptimisticFTRL(), OnlineGradientDescent(), FollowTheAverage()],
-    ids=["strong", "optimistic", "descent", "own"],
-)
+@pytest.mark.parametrize("learner", [FTRL(strength=2.0), FollowTheAverage()], ids=["strong", "own"])
 def test_any_learner_plugs_in(learner):
     recorded = gradients(20, 2)
     options = {"alpha": 1.0, "learner": learner, "estimator": "paper", "momentum": None}
@@ -320,7 +229,7 @@ def test_without_double_precision_everything_is_float32():
     with jax.enable_x64(False):
         optimizer = sgdol(0.1, momentum=0.5, averaging=8, granularity="coordinate")
         params = np.ones(3)
-        updates, state = optimizer.update(np.ones((2, 3)), optimizer.init(params), params)
+        updates, state = jax.eval_shape(optimizer.update, np.ones((2, 3)), optimizer.init(params), params)
         assert updates.dtype == jnp.float32
         assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"float32", "int32"}
 
@@ -397,11 +306,8 @@ def test_a_label_stands_for_everything_below_it():
     [
         ({}, "exactly one of the two, got neither"),
         ({"learning_rate": 0.1, "smoothness": 10.0}, "exactly one"),
-        ({"learning_rate": -1.0}, "learning_rate must be positive and finite, got -1.0"),
-        ({"smoothness": float("nan")}, "smoothness must be positive and finite, got nan"),
         ({"learning_rate": 0.1, "alpha": 0.0}, "alpha must be positive and finite, or None, got 0.0"),
         ({"learning_rate": 0.1, "momentum": 1.0}, "momentum must be at least 0 and less than 1, or None, got 1.0"),
-        ({"learning_rate": 0.1, "weight_decay": -1.0}, "weight_decay must be at least 0 and finite, or None, got -1.0"),
         ({"learning_rate": 0.1, "estimator": "mean"}, "estimator must be one of .*, got 'mean'"),
         ({"learning_rate": 0.1, "granularity": "layer"}, "granularity must be one of 'global', .*, got 'layer'"),
         ({"learning_rate": 0.1, "granularity": "group"}, "param_labels belongs to granularity=.*param_labels=None"),
@@ -421,7 +327,6 @@ def test_a_label_stands_for_everything_below_it():
             {"learning_rate": 0.1, "epoch": 9, "estimator": "paper"},
             'epoch corrects estimator="symmetric", got estimator="paper"',
         ),
-        ({"learning_rate": 0.1, "averaging": -1}, "averaging must be at least 0 and finite, or None, got -1"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -454,8 +359,6 @@ def test_bad_gradients_are_named():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"learning_rate": "0.1"}, "learning_rate must be a number, positive and finite, got '0.1'"),
-        ({"learning_rate": True}, "learning_rate must be a number"),
         ({"learning_rate": 0.1, "learner": "ftrl"}, "learner must be an object with initial, predict and observe"),
         ({"learning_rate": 0.1, "learner": FTRL}, "learner must be an object"),
         ({"learning_rate": 0.1, "bias_correction": 1}, "bias_correction must be True, False or None, got 1"),

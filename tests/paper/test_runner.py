@@ -69,9 +69,7 @@ def test_every_run_has_its_own_randomness():
 
 def test_without_noise_sgdol_is_sgd():
     traces = run_noiseless(
-        Rosenbrock(),
-        [lanes(SGD, 1, learning_rate=1e-3), lanes(SGDOL, 1, smoothness=1000.0, alpha=10.0)],
-        2500,
+        Rosenbrock(), [lanes(SGD, 1, learning_rate=1e-3), lanes(SGDOL, 1, smoothness=1000.0, alpha=10.0)], 2500
     )
     np.testing.assert_allclose(traces[0].mean_squared_gradient, traces[1].mean_squared_gradient, rtol=1e-9)
     x = np.zeros(2)

@@ -23,9 +23,8 @@ COMMON = (
     "Adam",
     "RMSProp",
     "AdaDelta",
-    "AMSGrad",
-    "Hypergradient",
 )
+COMMON += ("AMSGrad", "Hypergradient")
 STEPLESS = ("Adam", "RMSProp", "AdaDelta", "AMSGrad")
 TUNED = ("SGD", "AdaGrad Global", "AdaGrad Coordinate", "Adam", "RMSProp", "AdaDelta", "AMSGrad", "Hypergradient")
 SHRINKING = ("SGDOL Global", "SGDOL Coordinate", "AdaGrad Global", "AdaGrad Coordinate")
@@ -63,6 +62,11 @@ class WrittenResults:
             if e not in self.missing and m not in self.missing
         ]
 
+    def run(self, experiment, noise, method):
+        """What a run was asked for."""
+        asked = {"experiment": experiment, "noise": noise, "method": method, "learning_rate": self.rate}
+        return {**asked, "smoothness": 1 / self.rate, "alpha": 10.0, "horizon": self.horizon, "repeats": self.repeats}
+
     def curves(self, experiment, noise, method):
         level = NOISES[experiment][noise]
         t = np.unique(np.geomspace(1, self.horizon, 121).round()).astype(int)
@@ -99,14 +103,7 @@ class WrittenResults:
             },
             coords={"iteration": t, "repeat": np.arange(self.repeats)},
             attrs={
-                "experiment": experiment,
-                "noise": noise,
-                "method": method,
-                "learning_rate": self.rate,
-                "smoothness": 1 / self.rate,
-                "alpha": 10.0,
-                "horizon": self.horizon,
-                "repeats": self.repeats,
+                **self.run(experiment, noise, method),
                 "seed": 0,
                 "gradients_per_iteration": 2 if method.startswith("SGDOL") else 1,
                 "version": "0",
@@ -140,14 +137,7 @@ class WrittenResults:
             final = curves["mean_squared_gradient"].values[:, -1]
             rows.append(
                 {
-                    "experiment": experiment,
-                    "noise": noise,
-                    "method": method,
-                    "learning_rate": self.rate,
-                    "smoothness": 1 / self.rate,
-                    "alpha": 10.0,
-                    "horizon": self.horizon,
-                    "repeats": self.repeats,
+                    **self.run(experiment, noise, method),
                     "diverged": int(curves["diverged"].sum()),
                     "mean_squared_gradient": final.mean(),
                     "mean_squared_gradient_std": final.std(),

@@ -59,12 +59,35 @@ def private(source=None, *, poisson=False, noise=SIGMA, lr=LR, seed=7, clip=CLIP
     return model, optimizer, loader, engine
 
 
+def release(sgd, source=None, **options):
+    """Opacus' optimizer around one of torch's; with a source, in a PrivateSGDOL."""
+    numbers = {"noise_multiplier": SIGMA, "max_grad_norm": CLIP, "expected_batch_size": BATCH}
+    optimizer = DPOptimizer(sgd, **{**numbers, **options})
+    return optimizer if source is None else PrivateSGDOL(optimizer, source=source)
+
+
+def stream(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def step(model, optimizer, x, y, reduction="mean"):
+    cross_entropy(model(x), y, reduction=reduction).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def step_on_samples(optimizer, samples):
+    """With the gradients of the samples given, of an optimizer of one parameter."""
+    (p,) = optimizer.params
+    p.grad_sample = torch.as_tensor(samples, dtype=p.dtype)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def train(model, optimizer, loader, epochs=2, reduction="mean"):
     for _ in range(epochs):
         for x, y in loader:
-            cross_entropy(model(x), y, reduction=reduction).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(model, optimizer, x, y, reduction)
     return weights(model)
 
 
@@ -167,10 +190,8 @@ def test_the_first_release_is_the_one_of_plain_dp_sgd(source):
     """The first multiplier is 1 and the first direction is the release: the same noise gives the same first step."""
     model, optimizer, loader, _ = private(source)
     plain_model, plain, plain_loader, _ = private(None)
-    for m, o, batches in ((model, optimizer, loader), (plain_model, plain, plain_loader)):
-        x, y = next(iter(batches))
-        cross_entropy(m(x), y).backward()
-        o.step()
+    step(model, optimizer, *next(iter(loader)))
+    step(plain_model, plain, *next(iter(plain_loader)))
     torch.testing.assert_close(weights(model), weights(plain_model), rtol=1e-12, atol=0)
 
 
@@ -246,14 +267,12 @@ def repeated_signal(source, clip, releases, momentum=0.0):
     """Mean and standard error of u at one point under Poisson sampling by hand, and the exact ||G||^2."""
     rate = BATCH / SAMPLES
     model, optimizer, _, _ = private(source, lr=1e-14, clip=clip, momentum=momentum)
-    stream = torch.Generator().manual_seed(3)
+    generator = stream(3)
     x, y = dataset()[:]
     values, before = [], 0.0
     for _ in range(releases):
-        rows = torch.rand(SAMPLES, generator=stream) < rate
-        cross_entropy(model(x[rows]), y[rows]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        rows = torch.rand(SAMPLES, generator=generator) < rate
+        step(model, optimizer, x[rows], y[rows])
         now = optimizer.diagnostics().get("u_sum", 0.0)
         if source != "pairs" or now != before:
             values.append(now - before)
@@ -295,9 +314,7 @@ def test_a_noise_scheduler_moves_the_variance_that_is_subtracted():
         if moved:
             ExponentialNoise(optimizer, gamma=0.5).step()
             assert optimizer.noise_multiplier == SIGMA / 2
-        x, y = next(iter(loader))
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
+        step(model, optimizer, *next(iter(loader)))
         found = optimizer.diagnostics()
         signals.append(found["n_sum"] - found["u_sum"])
     dimension = (FEATURES + 1) * CLASSES
@@ -318,17 +335,11 @@ def test_resuming_is_exact_also_between_the_two_of_a_pair(source):
     model, optimizer, loader, _ = private(source)
     batches = list(loader)
 
-    def run(m, o, some):
-        for x, y in some:
-            cross_entropy(m(x), y).backward()
-            o.step()
-            o.zero_grad()
-
-    run(model, optimizer, batches[:3])
+    train(model, optimizer, batches[:3], epochs=1)
     buffer = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
     noise = optimizer.generator.get_state()
-    run(model, optimizer, batches[3:])
+    train(model, optimizer, batches[3:], epochs=1)
 
     again, other, _, _ = private(source)
     buffer.seek(0)
@@ -336,7 +347,7 @@ def test_resuming_is_exact_also_between_the_two_of_a_pair(source):
     again.load_state_dict(saved["model"])
     other.load_state_dict(saved["optimizer"])
     other.generator.set_state(noise)
-    run(again, other, batches[3:])
+    train(again, other, batches[3:], epochs=1)
     torch.testing.assert_close(weights(again), weights(model), rtol=0, atol=0)
     assert other.diagnostics() == optimizer.diagnostics()
 
@@ -357,11 +368,7 @@ def test_every_parameter_group_has_its_own_base_rate():
     model, optimizer, loader, _ = private("variance")
     weight, bias = model.parameters()
     groups = torch.optim.SGD([{"params": [weight], "lr": LR}, {"params": [bias], "lr": 0.0}])
-    grouped = PrivateSGDOL(
-        DPOptimizer(
-            groups, noise_multiplier=SIGMA, max_grad_norm=CLIP, expected_batch_size=BATCH, generator=optimizer.generator
-        )
-    )
+    grouped = release(groups, "variance", generator=optimizer.generator)
     start = bias.detach().clone()
     trained = train(model, grouped, loader)
     assert torch.equal(bias.detach(), start)
@@ -375,38 +382,34 @@ def test_another_learner_may_be_given():
     assert not torch.equal(ours, train(model, optimizer, loader))
 
 
-def test_what_cannot_be_wrapped_is_refused_in_a_sentence():
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": "thirds"}, "source must be one of"),
+        ({"momentum": 1.0}, "momentum must be in"),
+        ({"source": "past", "momentum": 0.0}, "momentum must be positive"),
+        ({"alpha": -1.0}, "alpha must be positive"),
+        ({"kappa": 0.0}, "kappa must be positive"),
+        ({"learner": "ftrl"}, "learner must have"),
+        ({"learner": MeasuredCurvature()}, "MeasuredCurvature needs hindsight"),
+    ],
+)
+def test_a_bad_option_is_refused_in_a_sentence(options, message):
     _, optimizer, _, _ = private(None)
-    with pytest.raises(ValueError, match="make_private returns"):
-        PrivateSGDOL(optimizer.original_optimizer)
-    with pytest.raises(ValueError, match="source must be one of"):
-        PrivateSGDOL(optimizer, source="thirds")
-    with pytest.raises(ValueError, match="momentum must be in"):
-        PrivateSGDOL(optimizer, momentum=1.0)
-    with pytest.raises(ValueError, match="momentum must be positive"):
-        PrivateSGDOL(optimizer, source="past", momentum=0.0)
-    with pytest.raises(ValueError, match="alpha must be positive"):
-        PrivateSGDOL(optimizer, alpha=-1.0)
-    with pytest.raises(ValueError, match="kappa must be positive"):
-        PrivateSGDOL(optimizer, kappa=0.0)
-    with pytest.raises(ValueError, match="learner must have"):
-        PrivateSGDOL(optimizer, learner="ftrl")
-    with pytest.raises(ValueError, match="MeasuredCurvature needs hindsight"):
-        PrivateSGDOL(optimizer, learner=MeasuredCurvature())
-    unknown = DPOptimizer(
-        torch.optim.SGD(optimizer.params, lr=1.0),
-        noise_multiplier=SIGMA,
-        max_grad_norm=CLIP,
-        expected_batch_size=None,
-        loss_reduction="sum",
-    )
-    with pytest.raises(ValueError, match="expected batch size"):
-        PrivateSGDOL(unknown)
-    numbers = {"noise_multiplier": SIGMA, "max_grad_norm": CLIP, "expected_batch_size": BATCH}
-    with pytest.raises(ValueError, match=r"torch\.optim\.SGD"):
-        PrivateSGDOL(DPOptimizer(torch.optim.Adam(optimizer.params), **numbers))
-    with pytest.raises(ValueError, match="must be plain"):
-        PrivateSGDOL(DPOptimizer(torch.optim.SGD(optimizer.params, lr=1.0, momentum=0.9), **numbers))
+    with pytest.raises(ValueError, match=message):
+        PrivateSGDOL(optimizer, **options)
+
+
+def test_what_cannot_be_wrapped_is_refused_in_a_sentence():
+    params = [torch.nn.Parameter(torch.zeros(2))]
+    for optimizer, message in (
+        (torch.optim.SGD(params, lr=1.0), "make_private returns"),
+        (release(torch.optim.SGD(params, lr=1.0), expected_batch_size=None, loss_reduction="sum"), "expected batch"),
+        (release(torch.optim.Adam(params)), r"torch\.optim\.SGD"),
+        (release(torch.optim.SGD(params, lr=1.0, momentum=0.9)), "must be plain"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PrivateSGDOL(optimizer)
 
 
 # How noisy the signal is, in units of d s^4 with s = sigma C/B, where everything is noise: docs/explanation/private.md.
@@ -418,23 +421,11 @@ def test_the_variance_of_the_signal_is_the_one_of_the_table(source, momentum, ex
     """Of 600 signals the variance has a relative standard error of 6 %, twice that where they are correlated."""
     torch.manual_seed(0)
     width = 100
-    optimizer = PrivateSGDOL(
-        DPOptimizer(
-            torch.optim.SGD([torch.nn.Parameter(torch.zeros(width, dtype=torch.float64))], lr=1e-12),
-            noise_multiplier=SIGMA,
-            max_grad_norm=CLIP,
-            expected_batch_size=BATCH,
-            generator=torch.Generator().manual_seed(5),
-        ),
-        source=source,
-        momentum=momentum,
-    )
-    (p,) = optimizer.params
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(width, dtype=torch.float64))], lr=1e-12)
+    optimizer = PrivateSGDOL(release(sgd, generator=stream(5)), source=source, momentum=momentum)
     signals, before = [], 0.0
     for _ in range(1260 if source == "pairs" else 660):
-        p.grad_sample = torch.zeros(0, width, dtype=torch.float64)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_on_samples(optimizer, torch.zeros(0, width))
         now = optimizer.diagnostics().get("u_sum", before)
         if now != before:
             signals.append(now - before)
@@ -443,23 +434,15 @@ def test_the_variance_of_the_signal_is_the_one_of_the_table(source, momentum, ex
     assert float(torch.tensor(signals[-600:]).var()) / unit == pytest.approx(expected, rel=0.3)
 
 
+NOISELESS = {"noise_multiplier": 0.0, "max_grad_norm": 10.0, "expected_batch_size": 2}
+
+
 def by_samples(source, batches):
     """The weights after steps whose per-sample gradients are given; without noise the release is their sum."""
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    optimizer = PrivateSGDOL(
-        DPOptimizer(
-            torch.optim.SGD([p], lr=0.5),
-            noise_multiplier=0.0,
-            max_grad_norm=10.0,
-            expected_batch_size=2,
-            generator=torch.Generator().manual_seed(0),
-        ),
-        source=source,
-    )
+    optimizer = release(torch.optim.SGD([p], lr=0.5), source, **NOISELESS, generator=stream(0))
     for batch in batches:
-        p.grad_sample = torch.tensor(batch, dtype=torch.float64)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_on_samples(optimizer, batch)
     return p.detach()
 
 
@@ -483,15 +466,10 @@ def test_a_sample_whose_gradient_is_not_finite_counts_as_one_with_gradient_zero(
 def test_a_release_that_is_not_finite_is_skipped_and_forgotten(source):
     """Data cannot make one any more; an infinite noise does, here in the third release."""
     p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    optimizer = PrivateSGDOL(
-        DPOptimizer(torch.optim.SGD([p], lr=0.5), noise_multiplier=0.0, max_grad_norm=10.0, expected_batch_size=2),
-        source=source,
-    )
-    for step in range(5):
-        optimizer.noise_multiplier = math.inf if step == 2 else 0.0
-        p.grad_sample = torch.tensor([[1.0, 2.0], [0.5, 0.5]], dtype=torch.float64)
-        optimizer.step()
-        optimizer.zero_grad()
+    optimizer = release(torch.optim.SGD([p], lr=0.5), source, **NOISELESS)
+    for number in range(5):
+        optimizer.noise_multiplier = math.inf if number == 2 else 0.0
+        step_on_samples(optimizer, [[1.0, 2.0], [0.5, 0.5]])
     assert p.isfinite().all()
     assert optimizer.diagnostics()["skipped"] == 1
 
@@ -550,22 +528,13 @@ EXTREMES = (0.0, -1.0, 1e-45, 1e19, -2e30, 3e38, math.inf, -math.inf, math.nan)
 @pytest.mark.parametrize("batches", [1, 2])
 def test_one_sample_moves_the_release_by_at_most_the_clipping_norm_whatever_its_gradient(source, batches):
     """200 samples of extreme values over two parameters of a shape each, in one batch or the second of two."""
-    stream = torch.Generator().manual_seed(0)
+    generator = stream(0)
     params = [torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(3))]
-    usual = [torch.randn(5, *p.shape, generator=stream) for p in params]
+    usual = [torch.randn(5, *p.shape, generator=generator) for p in params]
 
     def released(extra):
-        optimizer = PrivateSGDOL(
-            DPOptimizer(
-                torch.optim.SGD(params, lr=0.0),
-                noise_multiplier=0.0,
-                max_grad_norm=CLIP,
-                expected_batch_size=1,
-                loss_reduction="sum",
-                generator=torch.Generator().manual_seed(4),
-            ),
-            source=source,
-        )
+        sums = {"noise_multiplier": 0.0, "expected_batch_size": 1, "loss_reduction": "sum", "generator": stream(4)}
+        optimizer = release(torch.optim.SGD(params, lr=0.0), source, **sums)
         for p, some, more in zip(params, usual, extra, strict=True):
             last = torch.cat([some.clone(), more])
             p.grad_sample = last if batches == 1 else [some.clone(), last]
@@ -575,7 +544,7 @@ def test_one_sample_moves_the_release_by_at_most_the_clipping_norm_whatever_its_
 
     without = released([torch.zeros(1, *p.shape) for p in params])
     for _ in range(200):
-        picks = [torch.randint(len(EXTREMES), (1, *p.shape), generator=stream) for p in params]
+        picks = [torch.randint(len(EXTREMES), (1, *p.shape), generator=generator) for p in params]
         moved = released([torch.tensor(EXTREMES)[pick] for pick in picks]) - without
         assert moved.norm() <= CLIP * (1 + 1e-5)  # of a NaN this is False
 

@@ -1,84 +1,111 @@
-"""Accelerate trains with SGDOL as a loop by hand does: the same bits, also resumed."""
+"""Accelerate trains as a loop by hand does, to the last bit: with whole batches, and with batches that are split."""
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from trainer_problems import noise_averse
+from trainer_problems import BATCH, BATCHES, build, by_samples, halves, make, step_by_hand
 
 import sgdol
-from sgdol.trainers.accelerate import StepSizeMonitor
+from sgdol import SGDOL
+from sgdol.trainers.accelerate import AveragedWeights, Microbatches, StepSizeMonitor
 
 pytestmark = pytest.mark.filterwarnings("ignore:SGDOL got one backward")  # pairs of batches are tested
 
-BATCHES, BATCH = 12, 16
 
-
-def build() -> torch.nn.Sequential:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(64, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 10)
-    )
-
-
-def data(digits) -> DataLoader:
-    images, labels = digits
-    return DataLoader(TensorDataset(images[: BATCHES * BATCH], labels[: BATCHES * BATCH]), batch_size=BATCH)
+def data(digits, samples=BATCHES * BATCH) -> DataLoader:
+    return DataLoader(TensorDataset(digits[0][:samples], digits[1][:samples]), batch_size=BATCH)
 
 
 class Run:
-    """A training program as Accelerate's documentation has it."""
+    """A training program; its batches start at any place, with random numbers that depend on it alone.
 
-    def __init__(self, digits, accumulate=1, clip=None, every=1, **options):
+    Batches stay "whole", as in Accelerate's documentation, or are split, for SGDOLFree or SGDOL with averages.
+    """
+
+    def __init__(self, digits, kind="free", accumulate=1, clip=None, samples=BATCHES * BATCH, every=1, **options):
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **options)
-        model = build()
-        self.opt = noise_averse(model.parameters())
-        self.model, self.prepared, self.loader = self.accelerator.prepare(model, self.opt, data(digits))
+        net = build()
+        self.opt, self.kind, self.clip = make(kind, net.parameters()), kind, clip
+        self.model, self.prepared, self.loader = self.accelerator.prepare(net, self.opt, data(digits, samples))
         self.monitor = StepSizeMonitor(self.accelerator, every=every)
-        self.clip = clip
+        if kind != "whole":
+            self.microbatches = Microbatches(self.accelerator, self.model, self.prepared)
+            self.averaged = AveragedWeights(self.accelerator, self.model, self.prepared)
 
-    def train(self):
-        for images, labels in self.loader:
+    def objective(self, images, labels):
+        return cross_entropy(self.model(images), labels)
+
+    def step(self, batch):
+        if self.kind != "whole":
+            return self.microbatches.step(self.objective, *batch)
+        self.accelerator.backward(self.objective(*batch))
+        if self.accelerator.sync_gradients and self.clip is not None:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.prepared.step()
+        self.prepared.zero_grad()
+        return None
+
+    def train(self, start=0, stop=BATCHES):
+        losses = []
+        for number, batch in enumerate(self.accelerator.skip_first_batches(self.loader, start), start=start):
+            if number == stop:
+                break
+            torch.manual_seed(number)
             with self.accelerator.accumulate(self.model):
-                loss = cross_entropy(self.model(images), labels)
-                self.accelerator.backward(loss)
-                if self.accelerator.sync_gradients and self.clip is not None:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
-                self.prepared.step()
-                self.prepared.zero_grad()
+                losses.append(self.step(batch))
                 self.monitor(self.prepared)
+        return losses
+
+    @property
+    def weight(self):
+        return self.model[0].weight.detach().clone()
 
 
-def by_hand(digits, accumulate, precision=None, clip=None):
-    """The loop that Accelerate promises to run, written out."""
+def by_hand(kind, steps, precision=None, clip=None):
+    """The loop that is promised, written out: each step has a seed and its parts, which may have seeds of their own.
+
+    Returns the model, the optimizer, the losses and the step sizes.
+    """
     net = build()
-    opt = noise_averse(net.parameters())
-    step_sizes = []
-    for number, (images, labels) in enumerate(data(digits), start=1):
+    opt = make(kind, net.parameters())
+    losses, step_sizes, norms = [], [], []
+
+    def clipped():
+        if clip is not None:
+            norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), clip).item())
+
+    def objective(images, labels, seed=None):
+        if seed is not None:
+            torch.manual_seed(seed)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is not None):
             logits = net(images)
-        loss = cross_entropy(logits.float(), labels)  # Accelerate gives the outputs back in float32
-        (loss / accumulate).backward()
-        if number % accumulate == 0:
-            if clip is not None:
-                assert torch.nn.utils.clip_grad_norm_(net.parameters(), clip) > clip, "nothing was clipped"
-            opt.step()
-            opt.zero_grad()
-            step_sizes.append(opt.diagnostics()["step_size"][0])
-    return net, opt, step_sizes
+        return cross_entropy(logits.float(), labels)  # Accelerate gives the outputs back in float32
+
+    for seed, parts in steps:
+        torch.manual_seed(seed)
+        losses.append(step_by_hand(kind, opt, parts, by_samples(parts), objective, clipped))
+        step_sizes.append(opt.diagnostics()["step_size"][0])
+    assert clip is None or max(norms) > clip, "nothing was clipped"
+    return net, opt, losses, step_sizes
+
+
+def whole_steps(digits, accumulate):
+    parts = [(*batch, number) for number, batch in enumerate(data(digits))]
+    return [(0, parts[i : i + accumulate]) for i in range(0, BATCHES, accumulate)]
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "precision", "clip"),
-    [(1, None, None), (2, None, None), (3, None, 0.25), (2, "bf16", 0.25), (1, "bf16", None)],
+    ("accumulate", "precision", "clip"), [(1, None, None), (4, None, 0.25), (2, "bf16", 0.25), (1, "bf16", None)]
 )
-def test_accelerate_takes_the_same_steps_as_a_loop_by_hand(digits, assert_same, accumulate, precision, clip):
-    run = Run(digits, accumulate, clip, mixed_precision=precision or "no")
+def test_whole_batches_are_the_gradients_of_one_step(digits, assert_same, accumulate, precision, clip):
+    run = Run(digits, "whole", accumulate, clip, mixed_precision=precision or "no")
     run.train()
-    net, opt, step_sizes = by_hand(digits, accumulate, precision, clip)
+    net, opt, _, step_sizes = by_hand("whole", whole_steps(digits, accumulate), precision, clip)
     assert_same(run.accelerator.unwrap_model(run.model), run.opt, net, opt)
     steps = BATCHES // accumulate
     assert run.opt.diagnostics()["gradients"] == max(accumulate, 2)
@@ -87,23 +114,78 @@ def test_accelerate_takes_the_same_steps_as_a_loop_by_hand(digits, assert_same, 
     assert len(step_sizes) == steps
 
 
+@pytest.mark.parametrize(("kind", "precision"), [("free", None), ("free", "bf16"), ("base", "bf16")])
+def test_every_batch_is_split_into_the_two_gradients_of_a_step(digits, assert_same, kind, precision):
+    """The last batch has five samples, which count as five."""
+    samples = (BATCHES - 1) * BATCH + 5
+    run = Run(digits, kind, samples=samples, mixed_precision=precision or "no")
+    losses = run.train()
+    steps = [(i, halves(batch)) for i, batch in enumerate(data(digits, samples))]
+    net, opt, expected, _ = by_hand(kind, steps, precision)
+    assert_same(run.accelerator.unwrap_model(run.model), run.opt, net, opt)
+    assert losses == expected
+    assert run.opt.diagnostics()["gradients"] == 2
+    assert run.opt.diagnostics()["updates"] == BATCHES
+    assert [row["updates"] for row in run.monitor.history] == list(range(1, BATCHES + 1))
+
+
+@pytest.mark.parametrize("kind", ["free", "base"])
+def test_accumulated_batches_are_not_split(digits, assert_same, kind):
+    """Seven batches by two: an epoch ends with a single one, which is split, and counts as it should."""
+    run = Run(digits, kind, accumulate=2, samples=7 * BATCH)
+    losses = run.train()
+    batches = list(data(digits, 7 * BATCH))
+    steps = [(i + 1, batches[i : i + 2]) for i in (0, 2, 4)]
+    net, opt, expected, _ = by_hand(kind, [*steps, (6, halves(batches[6]))])
+    assert_same(run.accelerator.unwrap_model(run.model), run.opt, net, opt)
+    assert losses == [None, expected[0], None, expected[1], None, expected[2], expected[3]]
+    assert run.opt.diagnostics()["gradients"] == 2
+
+
+@pytest.mark.parametrize(("kind", "inside"), [("free", False), ("base", False), ("free", True)])
+def test_a_resumed_run_is_the_uninterrupted_one_and_the_saved_model_is_the_average(
+    tmp_path, digits, assert_same, kind, inside
+):
+    whole, first = Run(digits, kind), Run(digits, kind)
+    whole.train()
+    first.train(stop=7)
+    iterate = first.weight
+    with first.opt.averaged():
+        average = first.weight
+    assert not torch.equal(iterate, average)
+    if inside:
+        with first.averaged:
+            assert torch.equal(first.weight, average)
+            first.accelerator.save_state(tmp_path / "stopped")
+            first.accelerator.save_model(first.model, tmp_path)
+        assert torch.equal(load_file(tmp_path / "model.safetensors")["0.weight"], average)
+    else:
+        first.accelerator.save_state(tmp_path / "stopped")
+    assert torch.equal(load_file(tmp_path / "stopped" / "model.safetensors")["0.weight"], average)
+
+    resumed = Run(digits, kind)
+    resumed.accelerator.load_state(tmp_path / "stopped")
+    assert torch.equal(resumed.weight, iterate)
+    resumed.train(start=7)
+    first.train(start=7)  # saving has changed nothing
+    for run in (resumed, first):
+        assert_same(run.model, run.opt, whole.model, whole.opt)
+
+
 def test_the_trackers_have_the_learned_step_size(tmp_path, digits):
     config = ProjectConfiguration(project_dir=str(tmp_path), logging_dir=str(tmp_path))
-    run = Run(digits, 2, every=2, log_with="tensorboard", project_config=config)
+    run = Run(digits, "whole", 2, every=2, log_with="tensorboard", project_config=config)
     run.accelerator.init_trackers("digits")
     run.train()
     run.accelerator.end_training()
     board = EventAccumulator(str(tmp_path / "digits")).Reload()
-    shown = {
-        name: [(event.step, event.value) for event in board.Scalars(f"sgdol/{name}")]
-        for name in ("step_size", "signal_to_noise", "noise_scale", "skipped", "gradients")
-    }
-    _, opt, step_sizes = by_hand(digits, 2)
-    assert [step for step, _ in shown["step_size"]] == [2, 4, 6]  # updates, not batches
-    assert [value for _, value in shown["step_size"]] == pytest.approx(step_sizes[1::2], rel=1e-6)  # float32 there
-    found = opt.diagnostics()
+    _, opt, _, step_sizes = by_hand("whole", whole_steps(digits, 2))
+    shown = [(event.step, event.value) for event in board.Scalars("sgdol/step_size")]
+    assert [step for step, _ in shown] == [2, 4, 6]  # updates, not batches
+    assert [value for _, value in shown] == pytest.approx(step_sizes[1::2], rel=1e-6)  # float32 there
     for name in ("signal_to_noise", "noise_scale", "skipped", "gradients"):
-        assert shown[name][-1] == (6, pytest.approx(found[name], rel=1e-6))
+        last = board.Scalars(f"sgdol/{name}")[-1]
+        assert (last.step, last.value) == (6, pytest.approx(opt.diagnostics()[name], rel=1e-6))
     (line,) = sgdol.plot(run.monitor).axes[0].lines
     assert list(line.get_ydata()) == step_sizes[1::2]
 
@@ -112,7 +194,7 @@ def test_a_model_that_prepare_has_moved_is_still_watched(digits):
     """As when it goes to another device: its data are replaced, and so are the nodes that accumulate its gradients."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = build()
-    opt = noise_averse(model.parameters())
+    opt = make("whole", model.parameters())
     model.double()
     prepared = accelerator.prepare(opt)
     for images, labels in zip(digits[0][:64].split(16), digits[1][:64].split(16), strict=True):
@@ -124,8 +206,16 @@ def test_a_model_that_prepare_has_moved_is_still_watched(digits):
     assert opt.diagnostics()["gradients"] == 2
 
 
-def test_what_is_no_sgdol_is_refused(digits):
+def test_what_cannot_be_is_said_in_a_sentence():
     accelerator = Accelerator(cpu=True)
-    wrapped = accelerator.prepare(torch.optim.SGD(build().parameters(), lr=0.1))
+    net = build()
+    model, opt = accelerator.prepare(net, SGDOL(net.parameters(), lr=0.5))
+    plain = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="AveragedWeights needs averages: give it an SGDOLFree, or an SGDOL with"):
+        AveragedWeights(accelerator, model, opt)
+    with pytest.raises(ValueError, match="parts must be a whole number of gradients, at least 2, got 1"):
+        Microbatches(accelerator, model, opt, parts=1)
+    with pytest.raises(TypeError, match="optimizer must be an SGDOL or SGDOLFree, as prepared, got AcceleratedOptimi"):
+        Microbatches(accelerator, model, plain)
     with pytest.raises(TypeError, match=r"must be an SGDOL, or a trainer's wrapper around one, got accelerate\."):
-        StepSizeMonitor(accelerator, every=1)(wrapped)
+        StepSizeMonitor(accelerator, every=1)(plain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from trainer_problems import noise_averse
+from trainer_problems import arguments, language_model, logged, noise_averse
 
 import sgdol
 from sgdol import SGDOL
@@ -18,29 +18,12 @@ BATCH = 8
 @pytest.fixture(scope="module", autouse=True)
 def imported():
     """When the first test runs, not when tests are collected: transformers takes seconds."""
-    global GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed, Trainer
-    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
-
+    global Trainer
     from sgdol.trainers.huggingface import Trainer
 
 
-def build(dropout=0.0) -> GPT2LMHeadModel:
-    """A language model of digits: 64 pixels, each a word of 17."""
-    set_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=17,
-            n_positions=64,
-            n_embd=16,
-            n_layer=1,
-            n_head=2,
-            bos_token_id=0,
-            eos_token_id=0,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-        )
-    )
+def build():
+    return language_model(n_embd=16)
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +32,6 @@ def dataset(digits):
     labels = words.clone()
     labels[:, 0] = -100  # the first word is not predicted
     return [{"input_ids": row, "labels": label} for row, label in zip(words, labels, strict=True)]
-
-
-def arguments(tmp_path, **options) -> TrainingArguments:
-    quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "use_cpu": True}
-    return TrainingArguments(
-        str(tmp_path),
-        **{**quiet, "per_device_train_batch_size": BATCH, "lr_scheduler_type": "constant", "seed": 0, **options},
-    )
 
 
 def train(model, opt, args, dataset, **options):
@@ -93,7 +68,7 @@ def by_hand(dataset, steps, accumulate, clip, precision=None):
     return model, opt, step_sizes
 
 
-@pytest.mark.parametrize(("accumulate", "precision"), [(1, None), (2, None), (3, None), (2, "bf16")])
+@pytest.mark.parametrize(("accumulate", "precision"), [(1, None), (3, None), (2, "bf16")])
 def test_the_trainer_takes_the_same_steps_as_a_loop_by_hand(tmp_path, dataset, assert_same, accumulate, precision):
     model = build()
     opt = noise_averse(model.parameters())
@@ -115,9 +90,8 @@ def test_the_trainer_takes_the_same_steps_as_a_loop_by_hand(tmp_path, dataset, a
     assert_same(model, inner, hand, hand_opt)
     assert opt.diagnostics()["gradients"] == max(accumulate, 2)
     assert opt.diagnostics()["updates"] == (steps if accumulate > 1 else steps // 2)
-    logged = [row["sgdol/step_size"] for row in trainer.state.log_history if "loss" in row]
-    assert logged == step_sizes
-    assert len(set(logged)) > 3
+    assert logged(trainer, "sgdol/step_size") == step_sizes
+    assert len(set(step_sizes)) > 3
 
 
 def test_reports_and_the_log_history_have_the_learned_step_size(tmp_path, dataset, monkeypatch):
@@ -150,9 +124,8 @@ def test_the_trainer_makes_the_optimizer_itself_from_the_class(tmp_path, dataset
     trainer.train()
     opt = trainer.optimizer.optimizer
     assert [(bool(group["params"]), group["weight_decay"]) for group in opt.param_groups] == [(True, 0.01), (False, 0)]
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    assert [row["sgdol/gradients"] for row in rows] == [2, 2, 2, 2]
-    assert "sgdol/step_size" in rows[0]
+    assert logged(trainer, "sgdol/gradients") == [2, 2, 2, 2]
+    assert min(logged(trainer, "sgdol/step_size")) > 0
 
 
 def test_the_default_schedule_lowers_the_step_size_by_moving_lr(tmp_path, dataset):
@@ -161,8 +134,7 @@ def test_the_default_schedule_lowers_the_step_size_by_moving_lr(tmp_path, datase
     opt = noise_averse(model.parameters(), alpha=1e9)  # holds on to lr: the multiplier stays 1
     args = arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2, lr_scheduler_type="linear")
     trainer = train(model, opt, args, dataset)
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    assert [row["sgdol/step_size"] for row in rows] == pytest.approx([0.5, 0.375, 0.25, 0.125], rel=1e-6)
+    assert logged(trainer, "sgdol/step_size") == pytest.approx([0.5, 0.375, 0.25, 0.125], rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:SGDOL was given the same gradient twice")  # it is, to have no noise
@@ -174,10 +146,7 @@ def test_unequal_token_counts_make_the_signal_too_small_by_a_known_factor(tmp_pa
     every token (its output is 0 for all words but for a bias, so that all tokens with the same label have the same
     gradient).
     """
-    set_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=4, n_positions=13, n_embd=4, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
-    )
+    model = language_model(vocab_size=4, n_positions=13, n_embd=4, n_head=1)
     bias = torch.nn.Parameter(torch.tensor([0.3, -0.2, 0.1, 0.0]))
     model.requires_grad_(False)
     model.lm_head = _Bias(bias)

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from trainer_problems import make, step_by_hand
+from trainer_problems import arguments as quiet_arguments
+from trainer_problems import language_model, logged, make, step_by_hand
 
 from sgdol import SGDOLFree
 from sgdol.torch import backward
@@ -18,27 +19,10 @@ BATCH = 8
 @pytest.fixture(scope="module", autouse=True)
 def imported():
     """When the first test runs, not when tests are collected: transformers takes seconds."""
-    global GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetForImageClassification, TrainerCallback, TrainingArguments
-    global Trainer
-    from transformers import (
-        GPT2Config,
-        GPT2LMHeadModel,
-        ResNetConfig,
-        ResNetForImageClassification,
-        TrainerCallback,
-        TrainingArguments,
-    )
+    global ResNetConfig, ResNetForImageClassification, TrainerCallback, Trainer
+    from transformers import ResNetConfig, ResNetForImageClassification, TrainerCallback
 
     from sgdol.trainers.huggingface import Trainer
-
-
-def build(dropout=0.0) -> GPT2LMHeadModel:
-    """A language model of digits, which counts tokens; the same weights each time."""
-    drop = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
-    size = {"vocab_size": 17, "n_positions": 64, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return GPT2LMHeadModel(GPT2Config(**size, **drop, bos_token_id=0, eos_token_id=0))
 
 
 def build_images() -> ResNetForImageClassification:
@@ -66,11 +50,10 @@ def images(digits):
     return [{"pixel_values": image, "labels": label} for image, label in zip(pixels, digits[1], strict=False)]
 
 
-def arguments(tmp_path, **options) -> TrainingArguments:
-    quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "use_cpu": True}
-    free = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-    size = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": 2 * BATCH, "seed": 0}
-    return TrainingArguments(str(tmp_path), **{**quiet, **free, **size, **options})
+def arguments(tmp_path, **options):
+    """The trainer's own clipping and schedule are left out."""
+    free = {"max_grad_norm": 0.0, "per_device_eval_batch_size": 2 * BATCH, "train_sampling_strategy": "sequential"}
+    return quiet_arguments(tmp_path, **{**free, **options})
 
 
 def optimizer_of(kind, params):
@@ -111,17 +94,10 @@ def chunks(rows, size):
     return [stacked(rows[i : i + size]) for i in range(0, len(rows), size)]
 
 
-def logged(trainer, name="loss"):
-    return [row[name] for row in trainer.state.log_history if "loss" in row]
-
-
-@pytest.mark.parametrize("kind", ["free", "base"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("kind", "accumulate"), [("free", 1), ("free", 2), ("base", 2)])
 def test_a_model_that_counts_tokens_trains_as_by_hand(tmp_path, words, kind, accumulate):
-    model, hand = build(), build()
-    args = arguments(
-        tmp_path, num_train_epochs=1, gradient_accumulation_steps=accumulate, train_sampling_strategy="sequential"
-    )
+    model, hand = language_model(), language_model()
+    args = arguments(tmp_path, num_train_epochs=1, gradient_accumulation_steps=accumulate)
     opt = optimizer_of(kind, model.parameters())
     trainer = Trainer(model, args, train_dataset=words, optimizers=(opt, None))
     trainer.train()
@@ -138,24 +114,22 @@ def test_a_model_that_counts_tokens_trains_as_by_hand(tmp_path, words, kind, acc
     assert min(logged(trainer, "grad_norm")) > 0
 
 
-@pytest.mark.parametrize("kind", ["free", "base"])
-def test_a_mean_over_samples_is_weighted_by_samples(tmp_path, images, kind):
+def test_a_mean_over_samples_is_weighted_by_samples(tmp_path, images):
     """The last batch has three of them."""
     model, hand = build_images(), build_images()
-    args = arguments(tmp_path, num_train_epochs=2, train_sampling_strategy="sequential")
-    opt = optimizer_of(kind, model.parameters())
+    args = arguments(tmp_path, num_train_epochs=2)
+    opt = optimizer_of("free", model.parameters())
     Trainer(model, args, train_dataset=images, optimizers=(opt, None)).train()
     parts = chunks(images[: 6 * BATCH], BATCH // 2)
     steps = [parts[i : i + 2] for i in range(0, len(parts), 2)]
     steps.append([stacked(images[6 * BATCH : 6 * BATCH + 1]), stacked(images[6 * BATCH + 1 :])])
-    hand_opt, _ = by_hand(kind, hand, 2 * steps)
+    hand_opt, _ = by_hand("free", hand, 2 * steps)
     with hand_opt.averaged():
         assert same_weights(model, hand)
     assert opt.diagnostics() == hand_opt.diagnostics()
 
 
-@pytest.mark.parametrize("best", [False, True])
-@pytest.mark.parametrize("kind", ["free", "base"])
+@pytest.mark.parametrize(("kind", "best"), [("free", False), ("base", True)])
 def test_evaluation_checkpoints_and_the_end_are_at_the_average(tmp_path, words, kind, best):
     seen = []
 
@@ -175,16 +149,10 @@ def test_evaluation_checkpoints_and_the_end_are_at_the_average(tmp_path, words, 
             with optimizer.optimizer.averaged():
                 self.averages.append(model.transformer.wte.weight.detach().clone())
 
-    model, remember = build(), Remember()
+    model, remember = language_model(), Remember()
     every = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
-    args = arguments(
-        tmp_path,
-        max_steps=6,
-        load_best_model_at_end=best,
-        metric_for_best_model="loss",
-        greater_is_better=True,
-        **every,
-    )
+    choice = {"load_best_model_at_end": best, "metric_for_best_model": "loss", "greater_is_better": True}
+    args = arguments(tmp_path, max_steps=6, **every, **choice)
     trainer = Mine(
         model,
         args,
@@ -198,7 +166,7 @@ def test_evaluation_checkpoints_and_the_end_are_at_the_average(tmp_path, words, 
     assert all(torch.equal(*pair) for pair in zip(seen, remember.averages, strict=True))
     for number, step in enumerate((3, 6)):
         folder = tmp_path / f"checkpoint-{step}"
-        loaded = GPT2LMHeadModel.from_pretrained(folder).transformer.wte.weight
+        loaded = type(model).from_pretrained(folder).transformer.wte.weight
         assert torch.equal(loaded, remember.averages[number])
         iterate = torch.load(folder / "sgdol_iterate.pt", weights_only=True)["transformer.wte.weight"]
         assert torch.equal(iterate, remember.iterates[number])
@@ -208,14 +176,14 @@ def test_evaluation_checkpoints_and_the_end_are_at_the_average(tmp_path, words, 
     trainer.evaluate()
     assert torch.equal(seen[-1], expected)
     trainer.save_model(str(tmp_path / "final"))
-    assert torch.equal(GPT2LMHeadModel.from_pretrained(tmp_path / "final").transformer.wte.weight, expected)
+    assert torch.equal(type(model).from_pretrained(tmp_path / "final").transformer.wte.weight, expected)
     assert not os.path.exists(tmp_path / "final" / "sgdol_iterate.pt")
 
 
 def test_training_again_goes_on_from_the_iterate(tmp_path, words, assert_same):
-    model, hand = build(), build()
+    model, hand = language_model(), language_model()
     opt = optimizer_of("free", model.parameters())
-    args = arguments(tmp_path, num_train_epochs=1, train_sampling_strategy="sequential")
+    args = arguments(tmp_path, num_train_epochs=1)
     trainer = Trainer(model, args, train_dataset=words, optimizers=(opt, None))
     trainer.train()
     trainer.train()
@@ -228,9 +196,9 @@ def test_training_again_goes_on_from_the_iterate(tmp_path, words, assert_same):
 
 def test_the_trainers_own_schedule_and_clipping_train_as_by_hand(tmp_path, words):
     """They were refused: a constant schedule and max_grad_norm=0 had to be given."""
-    model, hand = build(), build()
+    model, hand = language_model(), language_model()
     theirs = {"lr_scheduler_type": "linear", "max_grad_norm": 0.5}
-    args = arguments(tmp_path, num_train_epochs=1, train_sampling_strategy="sequential", **theirs)
+    args = arguments(tmp_path, num_train_epochs=1, **theirs)
     trainer = Trainer(model, args, train_dataset=words, optimizer_cls_and_kwargs=(SGDOLFree, {"metric": "rms"}))
     trainer.train()
     parts, opt = chunks(words, BATCH // 2), optimizer_of("free", hand.parameters())
@@ -259,8 +227,8 @@ def test_a_part_in_which_nothing_is_predicted_adds_nothing(tmp_path, words):
     rows = [{"input_ids": row["input_ids"], "labels": row["labels"].clone()} for row in words[: 2 * BATCH]]
     for row in rows[BATCH : BATCH + BATCH // 2]:
         row["labels"][:] = -100
-    model = build()
-    args = arguments(tmp_path, max_steps=2, train_sampling_strategy="sequential")
+    model = language_model()
+    args = arguments(tmp_path, max_steps=2)
     opt = SGDOLFree(model.parameters())
     Trainer(model, args, train_dataset=rows, optimizers=(opt, None)).train()
     assert opt.diagnostics()["updates"] == 2
@@ -269,7 +237,7 @@ def test_a_part_in_which_nothing_is_predicted_adds_nothing(tmp_path, words):
 
 def test_the_optimizer_may_be_given_by_its_class(tmp_path, words):
     trainer = Trainer(
-        build(),
+        language_model(),
         arguments(tmp_path, max_steps=4, weight_decay=0.1),
         train_dataset=words,
         optimizer_cls_and_kwargs=(SGDOLFree, {}),

@@ -8,8 +8,7 @@ from processes import output
 
 
 @pytest.mark.parametrize(
-    ("module", "package"),
-    [("lightning", "lightning"), ("huggingface", "transformers"), ("accelerate", "accelerate")],
+    ("module", "package"), [("lightning", "lightning"), ("huggingface", "transformers"), ("accelerate", "accelerate")]
 )
 def test_a_missing_framework_is_named_with_the_extra(monkeypatch, module, package):
     monkeypatch.setitem(sys.modules, package, None)

@@ -2,7 +2,7 @@
 
 Runs stop in the middle of a pair and between two, within an epoch and at its end, with accumulated batches and with
 batches that are split, which SGDOLFree ("free") and SGDOL with averages ("base") train at the average. (Of these
-with Accelerate, see ``test_accelerate_free.py``, which also looks at what is saved.)
+with Accelerate, see ``test_accelerate.py``, which also looks at what is saved.)
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from lightning.pytorch import LightningModule, Trainer
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from trainer_problems import BATCH, BATCHES, Loader, build, make, noise_averse
+from trainer_problems import BATCH, BATCHES, Loader, arguments, build, language_model, make, noise_averse
 
 from sgdol.trainers import accelerate, lightning
 
@@ -38,7 +38,7 @@ class Run:
 
 def optimizer(kind, params):
     """Of pairs and of accumulated batches, or of batches that are split."""
-    return noise_averse(params, momentum=0.5) if kind == "whole batches" else make(kind, params)
+    return noise_averse(params, momentum=0.5) if kind == "whole" else make(kind, params)
 
 
 class Classifier(LightningModule):
@@ -55,7 +55,7 @@ class Classifier(LightningModule):
 
 def by_lightning(folder, digits, kind, accumulate, stop=None, resume=None) -> Run:
     model, monitor = Classifier(kind), lightning.StepSizeMonitor(every=1)
-    split = [] if kind == "whole batches" else [lightning.Microbatches(), lightning.AveragedWeights()]
+    split = [] if kind == "whole" else [lightning.Microbatches(), lightning.AveragedWeights()]
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     fit = Trainer(
         **quiet,
@@ -103,39 +103,28 @@ def by_accelerate(folder, digits, kind, accumulate, stop=None, resume=None) -> R
 
 def by_huggingface(folder, digits, kind, accumulate, stop=None, resume=None) -> Run:
     """With shuffling, dropout and evaluations, and with a schedule where there is a rate to move."""
-    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments  # which takes seconds
-
-    from sgdol.trainers.huggingface import Trainer
+    from sgdol.trainers.huggingface import Trainer  # which takes seconds
 
     class Whole(Trainer):
         parts = 1
 
-    drop = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "bos_token_id": 0, "eos_token_id": 0}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=17, n_positions=64, n_embd=8, n_layer=1, n_head=2, **drop))
+    model = language_model(dropout=0.1)
     words = (16 * digits[0][:96]).long()
     rows = [{"input_ids": row, "labels": row} for row in words]
-    arguments = TrainingArguments(
-        str(folder),
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=0,
-        per_device_train_batch_size=8,
+    args = arguments(
+        folder,
         max_steps=STEPS // accumulate,
         gradient_accumulation_steps=accumulate,
-        logging_steps=1,
         max_grad_norm=0.0 if kind == "free" else 1.0,
         lr_scheduler_type="constant" if kind == "free" else "linear",
         save_strategy="steps" if stop else "no",
         save_steps=stop or 1,
-        eval_strategy="no" if kind == "whole batches" else "steps",
+        eval_strategy="no" if kind == "whole" else "steps",
         eval_steps=4,
     )
     opt = optimizer(kind, model.parameters())
-    trainer = (Whole if kind == "whole batches" else Trainer)(
-        model, arguments, train_dataset=rows, eval_dataset=rows[:8], optimizers=(opt, None)
+    trainer = (Whole if kind == "whole" else Trainer)(
+        model, args, train_dataset=rows, eval_dataset=rows[:8], optimizers=(opt, None)
     )
     first = resume and min(resume.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     trainer.train(resume_from_checkpoint=first and str(first))
@@ -144,19 +133,15 @@ def by_huggingface(folder, digits, kind, accumulate, stop=None, resume=None) -> 
 
 
 CASES = [
-    (by_lightning, "whole batches", 1, 7),
-    (by_lightning, "whole batches", 1, 12),
-    (by_lightning, "whole batches", 3, 2),
-    (by_lightning, "whole batches", 3, 5),
+    (by_lightning, "whole", 1, 7),
+    (by_lightning, "whole", 1, 12),
+    (by_lightning, "whole", 3, 2),
     (by_lightning, "free", 1, 7),
-    (by_lightning, "free", 1, 12),
-    (by_lightning, "base", 1, 7),
-    (by_accelerate, "whole batches", 1, 5),
-    (by_accelerate, "whole batches", 1, 6),
-    (by_accelerate, "whole batches", 3, 2),
-    (by_huggingface, "whole batches", 1, 5),
-    (by_huggingface, "whole batches", 1, 14),
-    (by_huggingface, "whole batches", 2, 3),
+    (by_lightning, "base", 1, 12),
+    (by_accelerate, "whole", 1, 5),
+    (by_accelerate, "whole", 3, 2),
+    (by_huggingface, "whole", 1, 5),
+    (by_huggingface, "whole", 2, 3),
     (by_huggingface, "free", 1, 14),
     (by_huggingface, "free", 2, 3),
     (by_huggingface, "base", 1, 5),
@@ -179,4 +164,4 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, digits, assert_same, t
     assert repr(resumed.history) == repr(whole.history)  # which has nan before the first update
     if train is not by_huggingface:  # whose run goes on after it has saved
         assert len(stopped.history) < len(whole.history)
-        assert getattr(stopped.opt, "pending", False) == (kind == "whole batches" and accumulate == 1 and stop % 2 == 1)
+        assert getattr(stopped.opt, "pending", False) == (kind == "whole" and accumulate == 1 and stop % 2 == 1)

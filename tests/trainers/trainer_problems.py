@@ -46,15 +46,16 @@ def noise_averse(params, lr=0.5, **options):
 
 
 def make(kind, params):
-    """The optimizer without a base rate, or the one with it."""
+    """The optimizer without a base rate; the one with it, and averages; or that of batches that stay whole."""
+    if kind == "whole":
+        return noise_averse(params)
     return SGDOLFree(params) if kind == "free" else SGDOL(params, lr=0.5, momentum=0.5, averaging=8)
 
 
-def step_by_hand(kind, opt, parts, weights, objective):
+def step_by_hand(kind, opt, parts, weights, objective, before_the_step=lambda: None):
     """A step of which every part is a backward pass of its weight times its loss; returns the loss of them all."""
 
-    def closure():
-        opt.zero_grad()
+    def passes():
         total = 0.0
         for part, weight in zip(parts, weights, strict=True):
             loss = objective(*part) * weight
@@ -62,13 +63,54 @@ def step_by_hand(kind, opt, parts, weights, objective):
             total = total + loss.detach()
         return total
 
+    def closure():
+        opt.zero_grad()
+        return passes()
+
     if kind == "free":
         return opt.step(closure)
-    loss = closure()
+    loss = passes()
+    before_the_step()
     opt.step()
+    opt.zero_grad()
     return loss
 
 
 def by_samples(parts):
     """The share of each part in the samples of them all."""
-    return [len(labels) / sum(len(each) for _, each in parts) for _, labels in parts]
+    sizes = [len(labels) for _, labels, *_ in parts]
+    return [size / sum(sizes) for size in sizes]
+
+
+def halves(batch):
+    """The two parts into which a batch is split."""
+    images, labels = batch
+    cut = len(labels) // 2
+    return [(images[:cut], labels[:cut]), (images[cut:], labels[cut:])]
+
+
+def language_model(dropout=0.0, **size):
+    """A language model of digits, 64 pixels of which each is a word of 17; the same weights each time."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # takes seconds, so not when tests are collected
+
+    shape = {"vocab_size": 17, "n_positions": 64, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    shape |= {"bos_token_id": 0, "eos_token_id": 0}
+    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(GPT2Config(**{**shape, **drop, **size}))
+
+
+def arguments(folder, kind=None, **options):
+    """Quiet TrainingArguments: transformers' own, or of another kind."""
+    if kind is None:
+        from transformers import TrainingArguments as kind
+
+    quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "use_cpu": True}
+    size = {"per_device_train_batch_size": 8, "lr_scheduler_type": "constant", "seed": 0}
+    return kind(str(folder), **{**quiet, **size, **options})
+
+
+def logged(trainer, name="loss"):
+    """What Hugging Face's Trainer has logged of each training step."""
+    return [row[name] for row in trainer.state.log_history if "loss" in row]
