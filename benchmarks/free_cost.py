@@ -14,6 +14,7 @@ import importlib.util
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,9 +204,8 @@ def _remembering() -> dict[str, Make]:
     found['SGDOLFree(metric="rms")'] = lambda p: SGDOLFree(p, metric="rms")
     found['SGDOLFree(metric="euclidean")'] = lambda p: SGDOLFree(p, metric="euclidean")
     for metric in ("kronecker", "rms", "euclidean"):
-        found[f'SGDOLFree(metric="{metric}", state_dtype=torch.bfloat16)'] = lambda p, metric=metric: SGDOLFree(
-            p, metric=metric, state_dtype=torch.bfloat16
-        )
+        narrow = partial(SGDOLFree, metric=metric, state_dtype=torch.bfloat16)
+        found[f'SGDOLFree(metric="{metric}", state_dtype=torch.bfloat16)'] = narrow
     return found
 
 

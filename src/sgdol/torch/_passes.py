@@ -79,6 +79,7 @@ class Passes:
         self._thread = 0
         self._lay_out()
         self.compiled = False  # True if compiled autograd ran a backward
+        self._after_step = False
         self._end_pass()
         self.reset()
         self.watch()

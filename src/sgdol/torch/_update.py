@@ -101,13 +101,13 @@ def move(
         move_tensors(xs, ds, factor if group["maximize"] else -factor, decays, entry.dtype)
 
 
-def move_tensors(xs: list[Tensor], ds: Sequence[Tensor], factor: Any, decays: Any, wide: torch.dtype) -> None:
+def move_tensors(xs: list[Tensor], ds: list[Tensor], factor: Any, decays: Any, wide: torch.dtype) -> None:
     """Move tensors: x <- (1 - decay) x + factor d, computed in the wide type; decay None for 0."""
     if isinstance(factor, float) and decays is None and xs[0].dtype == ds[0].dtype:
         torch._foreach_add_(xs, ds, alpha=factor)  # the usual case: one kernel for many tensors
         return
     if isinstance(factor, Tensor):
-        ds, factor = torch._foreach_mul(list(ds), factor.to(ds[0])), 1.0
+        ds, factor = list(torch._foreach_mul(ds, factor.to(ds[0]))), 1.0
     if xs[0].dtype != wide:  # bfloat16 would be rounded by every operation: it is rounded once, at the end
         for i, (x, d) in enumerate(zip(xs, ds, strict=True)):
             copy = x.to(d.dtype)

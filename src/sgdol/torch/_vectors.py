@@ -455,7 +455,8 @@ class Layout:
         if entry.alone:
             value = operator.inner(a, b)
             return value.item() if pooled else value.to(self.like).reshape(1)
-        return self.number(e, *operator.paired(a, b.to(self.precision(e, a)) if entry.coordinates else b), pooled)
+        x, y = operator.paired(a, b.to(self.precision(e, a)) if entry.coordinates else b)
+        return self.number(e, x, y, pooled)
 
     def precision(self, e: int, x: Tensor) -> torch.dtype:
         """The type of products of single coordinates of entry e: float64 if squares of x leave the range of float32.
