@@ -1,7 +1,7 @@
 """Saving and loading: without rounding, and by the protocol of torch.distributed.checkpoint.
 
 ``Optimizer.load_state_dict`` casts floating-point state to the parameter's type, which would round the sums and the
-averages of narrow parameters. :func:`restore` replaces the cast values by the saved ones, sharded as the parameter is.
+averages of narrow parameters. :func:`load` replaces the cast values by the saved ones, sharded as the parameter is.
 
 torch.distributed.checkpoint (DCP) loads *into* an existing state dict, key by key, and drops saved keys that are not in
 it. So the optimizer has to have every key that it may ever have:
@@ -43,11 +43,16 @@ __all__ = [
     "is_creating",
     "load",
     "refuse_another_configuration",
-    "restore",
 ]
+
+# What has the parameter's shape, whatever the options are.
+VECTORS = ("held_gradient", "momentum", "direction", "average", "last_step")
 
 # The package with get_state_dict, set_state_dict, save and load; the last two may be given an optimizer itself.
 CHECKPOINT = "torch.distributed.checkpoint"
+
+
+Maker = Callable[[Tensor], Any]
 
 
 class Blanks:
@@ -56,8 +61,8 @@ class Blanks:
     Args:
         groups: the parameter groups.
         state: the optimizer's state.
-        learner_of: returns the online learner of a group.
         metrics: the metrics of the groups.
+        learner_of: returns the online learner of a group.
         keeps_direction: returns whether the state of a group's parameters has the last direction.
     """
 
@@ -65,15 +70,12 @@ class Blanks:
         self,
         groups: list[dict[str, Any]],
         state: dict[Any, Any],
-        learner_of: Callable[[dict[str, Any]], Learner],
         metrics: Metrics,
+        learner_of: Callable[[dict[str, Any]], Learner],
         keeps_direction: Callable[[dict[str, Any]], bool],
     ) -> None:
-        self._groups = groups
-        self._state = state
-        self._learner_of = learner_of
-        self._metrics = metrics
-        self._keeps_direction = keeps_direction
+        self._groups, self._state, self._metrics = groups, state, metrics
+        self._learner_of, self._keeps_direction = learner_of, keeps_direction
 
     def groups(self) -> list[dict[str, Any]]:
         like = first_step_size(self._groups[0]).new_zeros(())
@@ -85,41 +87,43 @@ class Blanks:
             if uses_momentum(group):
                 blank["momentum_weight"] = like.clone()
             if group["granularity"] in ("global", "group"):
-                blank.update(self._learner(group, like))
+                blank.update({name: make(like) for name, make in self._learned(group).items()})
             blanks.append(blank)
         return blanks
 
     def parameters(self) -> list[tuple[Tensor, dict[str, Any]]]:
         """Each parameter with the keys that are missing in its state; only these are allocated."""
-        return [(p, self._parameter(p, group)) for group in self._groups for p in group["params"]]
+        return [(p, self._missing(p, group)) for group in self._groups for p in group["params"]]
 
-    def _parameter(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        like, known = real_view(local(p.detach())), self._state.get(p, {})
-        blank: dict[str, Any] = {}
-        if "held_gradient" not in known:
-            blank["held_gradient"] = torch.zeros_like(p)
-        wide = torch.zeros_like(like, dtype=wide_dtype(like.dtype), memory_format=torch.contiguous_format)
-        if uses_momentum(group) and "momentum" not in known:
-            blank["momentum"] = like_parameter(torch.zeros_like(wide), p)
-        if self._keeps_direction(group) and "direction" not in known:
-            blank["direction"] = like_parameter(torch.zeros_like(wide), p)
-        if group["averaging"] is not None and "average" not in known:
-            blank["average"] = p.detach().to(dtype=torch.promote_types(p.dtype, torch.float32), copy=True)
-        if group["granularity"] == "tensor":
-            blank.update(self._learner(group, torch.zeros((), device=p.device, dtype=scalar_dtype(p.device))))
-        elif group["granularity"] == "coordinate" and not any(key.startswith("learner.") for key in known):
-            number = self._learner(group, wide.new_zeros(()))
-            blank.update({key: like_parameter(value.expand_as(wide).clone(), p) for key, value in number.items()})
-        blank.update(self._metrics.blank(p))
-        return {key: value for key, value in blank.items() if key not in known}
+    def _missing(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        known = self._state.get(p, {})
+        blank = {name: make(p) for name, make in self._makers(group).items() if name not in known}
+        return {**blank, **{name: value for name, value in self._metrics.blank(p).items() if name not in known}}
 
-    def _learner(self, group: dict[str, Any], like: Tensor) -> dict[str, Tensor]:
-        fresh = self._learner_of(group).initial(like)
-        return {f"learner.{name}": value.clone() for name, value in zip(fresh._fields, fresh, strict=True)}
+    def _makers(self, group: dict[str, Any]) -> dict[str, Maker]:
+        makers: dict[str, Maker] = {"held_gradient": torch.zeros_like}
+        if uses_momentum(group):
+            makers["momentum"] = _zeros
+        if self._keeps_direction(group):
+            makers["direction"] = _zeros
+        if group["averaging"] is not None:
+            makers["average"] = lambda p: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+        for name, make in self._learned(group).items():
+            if group["granularity"] == "tensor":
+                makers[name] = lambda p, make=make: make(torch.zeros((), device=p.device, dtype=scalar_dtype(p.device)))
+            elif group["granularity"] == "coordinate":
+                makers[name] = lambda p, make=make: like_parameter(make(torch.zeros_like(_wide(p))), p)
+        return makers
+
+    def _learned(self, group: dict[str, Any]) -> dict[str, Maker]:
+        # Of a zero, a new tensor for each number that the learner keeps.
+        initial = self._learner_of(group).initial
+        names = initial(torch.zeros(()))._fields
+        return {f"learner.{name}": lambda zero, name=name: getattr(initial(zero), name).clone() for name in names}
 
 
-class FreeBlanks:
-    """All keys that SGDOLFree may have in its state and parameter groups, as :class:`Blanks` has those of SGDOL."""
+class FreeBlanks(Blanks):
+    """All keys that SGDOLFree may have in its state and parameter groups."""
 
     def __init__(self, groups: list[dict[str, Any]], state: dict[Any, Any], metrics: Metrics) -> None:
         self._groups, self._state, self._metrics = groups, state, metrics
@@ -127,17 +131,22 @@ class FreeBlanks:
     def groups(self) -> list[dict[str, Any]]:
         return [{"rule": State()._asdict(), "gradients": 0, "unit": 1.0} for _ in self._groups]
 
-    def parameters(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        return [(p, self._parameter(p)) for group in self._groups for p in group["params"]]
+    def _makers(self, group: dict[str, Any]) -> dict[str, Maker]:
+        return {
+            "momentum": _zeros,
+            "average": lambda p: like_parameter(_wide(p).clone(), p),
+            "last_step": _zeros,
+            # 0 for a parameter that has never moved; after loading its state is dropped again.
+            "moves": lambda p: torch.tensor(float("momentum" in self._state.get(p, {}))),
+        }
 
-    def _parameter(self, p: Tensor) -> dict[str, Any]:
-        known, piece = self._state.get(p, {}), real_view(local(p.detach()))
-        wide = piece.to(wide_dtype(p.dtype), memory_format=torch.contiguous_format)
-        fresh = {"momentum": torch.zeros_like, "average": torch.clone, "last_step": torch.zeros_like}
-        blank = {name: like_parameter(make(wide), p) for name, make in fresh.items() if name not in known}
-        blank.update({name: value for name, value in self._metrics.blank(p).items() if name not in known})
-        # 0 for a parameter that has never moved; after loading its state is dropped again.
-        return {**blank, "moves": torch.tensor(float("momentum" in known and "moves" not in known))}
+
+def _zeros(p: Tensor) -> Tensor:
+    return like_parameter(torch.zeros_like(_wide(p)), p)
+
+
+def _wide(p: Tensor) -> Tensor:
+    return real_view(local(p.detach())).to(wide_dtype(p.dtype), memory_format=torch.contiguous_format)
 
 
 def is_asked() -> bool:
@@ -150,15 +159,26 @@ def is_asked() -> bool:
     return frame is not None
 
 
-def complete(state_dict: dict[str, Any], blanks: Blanks | FreeBlanks) -> dict[str, Any]:
+def complete(state_dict: dict[str, Any], blanks: Blanks) -> dict[str, Any]:
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-    state = state_dict["state"]
-    for group, blank in zip(state_dict["param_groups"], blanks.groups(), strict=True):
-        group.update({key: value for key, value in blank.items() if key not in group})
-    for index, (p, blank) in zip(indices, blanks.parameters(), strict=True):
-        if p.requires_grad or index in state:  # frozen parameters have no state, and get none
-            state[index] = {**blank, **state.get(index, {})}
+    saved = state_dict["state"]
+    state = {index: dict(saved.get(index, {})) for index in indices}  # the dicts in it are the optimizer's own
+    _fill(state_dict["param_groups"], state, indices, blanks)
+    saved.update({index: found for index, found in state.items() if found})
     return state_dict
+
+
+def create(groups: list[dict[str, Any]], state: dict[Any, Any], blanks: Blanks) -> None:
+    _fill(groups, state, [p for group in groups for p in group["params"]], blanks)
+
+
+def _fill(groups: list[dict[str, Any]], state: dict[Any, Any], keys: list[Any], blanks: Blanks) -> None:
+    # What has been learned stays.
+    for group, blank in zip(groups, blanks.groups(), strict=True):
+        group.update({name: value for name, value in blank.items() if name not in group})
+    for key, (p, blank) in zip(keys, blanks.parameters(), strict=True):
+        if p.requires_grad or state.get(key):  # frozen parameters have no state, and get none
+            state[key].update(blank)
 
 
 def is_creating(groups: list[dict[str, Any]], params: list[Tensor], k: int, world: World) -> bool:
@@ -171,15 +191,6 @@ def is_creating(groups: list[dict[str, Any]], params: list[Tensor], k: int, worl
     # Gradients that were written by hand at lr = 0 are not all zero.
     lengths = torch.stack([piece_of(p.grad, p).double().square().sum() for p in params if p.grad is not None])
     return not world.total([p for p in params if p.grad is not None], lengths[None]).sum().item()
-
-
-def create(groups: list[dict[str, Any]], state: dict[Any, Any], blanks: Blanks | FreeBlanks) -> None:
-    for p, blank in blanks.parameters():
-        if p.requires_grad:
-            for key, value in blank.items():  # what has been learned stays
-                state[p].setdefault(key, value)
-    for group, blank in zip(groups, blanks.groups(), strict=True):
-        group.update({key: value for key, value in blank.items() if key not in group})
 
 
 def drop_blanks(state: dict[Any, Any], pending: bool) -> None:
@@ -212,10 +223,20 @@ def load(
 
     def before(_: Optimizer, final: dict[str, Any]) -> None:
         check(final)
+        _refuse_other_shapes(final, [p for group in optimizer.param_groups for p in group["params"]])
         loaded.update(final)
 
     def after(_: Optimizer) -> None:
-        restore(optimizer, loaded, in_basis)
+        saved = [index for group in loaded["param_groups"] for index in group["params"]]
+        params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+        for index, (p, group) in zip(saved, params, strict=True):
+            held = loaded["state"].get(index, {})
+            carried = carried_over(optimizer._metric_of(group), p, held, in_basis)  # type: ignore[attr-defined]
+            for name in held.keys() - carried.keys():
+                del optimizer.state[p][name]
+            for name, value in carried.items():
+                if isinstance(value, Tensor):
+                    optimizer.state[p][name] = fitted(value, p)
         then()
 
     # After the pre-hooks of users, which may change the state dict; before their post-hooks, which see exact values.
@@ -230,25 +251,18 @@ def load(
             handle.remove()
 
 
-def restore(optimizer: Optimizer, state_dict: dict[str, Any], in_basis: tuple[str, ...] = ()) -> None:
-    """Replace state that torch has cast to the parameter's type by the saved values; see :func:`load`."""
+def _refuse_other_shapes(state_dict: dict[str, Any], params: list[Tensor]) -> None:
     saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-    params = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-    for index, (p, group) in zip(saved, params, strict=True):
-        # Vectors of a complex parameter are kept as pairs of real numbers, its average need not be.
-        shapes = (p.shape, (*p.shape, 2)) if p.is_complex() else (p.shape,)
-        held = state_dict["state"].get(index, {})
-        carried = carried_over(optimizer._metric_of(group), p, held, in_basis)  # type: ignore[attr-defined]
-        for name in held.keys() - carried.keys():
-            del optimizer.state[p][name]
-        for key, value in carried.items():
-            if isinstance(value, Tensor):
-                if value.dim() and value.shape not in shapes and not key.startswith("metric."):
-                    raise ValueError(
-                        f"state_dict does not fit: {key} of parameter {index} has shape {tuple(value.shape)}, the "
-                        f"parameter {tuple(p.shape)}"
-                    )
-                optimizer.state[p][key] = fitted(value, p)
+    for index, p in zip(saved, params, strict=False):  # torch itself refuses other numbers of parameters
+        for name, value in state_dict["state"].get(index, {}).items():
+            if not isinstance(value, Tensor) or name.startswith("metric.") or not (value.dim() or name in VECTORS):
+                continue
+            # Vectors of a complex parameter are kept as pairs of real numbers, or as complex numbers.
+            if value.shape != (p if value.is_complex() else real_view(p)).shape:
+                raise ValueError(
+                    f"state_dict does not fit: {name} of parameter {index} has shape {tuple(value.shape)}, the "
+                    f"parameter {tuple(p.shape)}"
+                )
 
 
 def first_step_size(group: dict[str, Any]) -> Tensor:

@@ -24,7 +24,6 @@ from sgdol.torch._free_options import (
     largest,
     multipliers,
     ratios,
-    refuse_other_shapes,
     refuse_other_states,
     refuse_scaled,
 )
@@ -500,12 +499,7 @@ class SGDOLFree(WatchingOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that ``state_dict()`` returned, exactly."""
-        refuse_other_states(state_dict)
-
-        def check(final: dict[str, Any]) -> None:
-            saved = [index for group in final["param_groups"] for index in group["params"]]
-            refuse_other_shapes(saved, final["state"], self._params())
-
+        check = refuse_other_states
         checkpoint.load(self, super().load_state_dict, state_dict, check, self._loaded, in_basis=("momentum",))
 
     def _loaded(self) -> None:

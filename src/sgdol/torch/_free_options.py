@@ -6,14 +6,12 @@ import math
 from numbers import Real
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sgdol.free import State
-from sgdol.torch._options import BOTH, WITHIN, Check, number, one_of, refuse_unknown
-from sgdol.torch._options import INSTEAD as OF_OTHERS
-from sgdol.torch._options import OPTIONS as OF_SGDOL
-from sgdol.torch._world import real_view
+from sgdol.torch._options import INSTEAD_FREE as INSTEAD
+from sgdol.torch._options import OPTIONS_FREE as OPTIONS
+from sgdol.torch._options import refuse_unknown
 
 __all__ = [
     "INSTEAD",
@@ -23,29 +21,9 @@ __all__ = [
     "largest",
     "multipliers",
     "ratios",
-    "refuse_other_shapes",
     "refuse_other_states",
     "refuse_scaled",
 ]
-
-# In every parameter group. (``defaults`` has more keys after unpickling: torch adds its own.)
-OPTIONS: dict[str, Check] = {
-    "lr": number(WITHIN[0], f"{WITHIN[1]}; 1 is the step size that is learned", tensor=True),
-    "averaging": number(lambda v: v >= 0, "at least 0 and finite"),
-    "state_dtype": one_of(
-        (None, torch.bfloat16),
-        ValueError,
-        "None, for float32 or the wider type of the parameters, or torch.bfloat16",
-    ),
-    **BOTH,
-}
-
-# What to do in place of an option of SGDOL or of another optimizer.
-INSTEAD = {
-    **{name: "it is an option of sgdol.SGDOL alone" for name in OF_SGDOL if name not in OPTIONS},
-    **OF_OTHERS,
-    "smoothness": "it measures the smoothness itself",
-}
 
 # Must be the same in all parameter groups: there is one direction, in one norm, and one average.
 SHARED = ("momentum", "averaging", "metric", "state_dtype", "maximize", "foreach")
@@ -119,13 +97,3 @@ def _refuse_incomplete(state: Any) -> None:
         missing = [name for name in vectors if not isinstance(saved.get(name), Tensor)]
         if 0 < len(missing) < len(vectors):
             raise ValueError(f"state_dict is damaged: parameter {index} has no tensor {', '.join(missing)}")
-
-
-def refuse_other_shapes(saved: list[Any], state: dict[Any, dict[str, Tensor]], params: list[Tensor]) -> None:
-    for index, p in zip(saved, params, strict=False):
-        for name, value in state.get(index, {}).items():
-            if name != "moves" and not name.startswith("metric.") and value.shape != real_view(p).shape:
-                raise ValueError(
-                    f"state_dict does not fit: {name} of parameter {index} has shape {tuple(value.shape)}, the "
-                    f"parameter {tuple(p.shape)}"
-                )

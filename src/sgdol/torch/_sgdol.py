@@ -381,8 +381,8 @@ class SGDOL(WatchingOptimizer):
         return Blanks(
             self.param_groups,
             self.state,
-            self._catalogue.learner_of,
             self._metrics,
+            self._catalogue.learner_of,
             self._directions.keeps_direction,
         )
 
