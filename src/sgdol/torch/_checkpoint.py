@@ -6,10 +6,10 @@ averages of narrow parameters. :func:`load` replaces the cast values by the save
 torch.distributed.checkpoint (DCP) loads *into* an existing state dict, key by key, and drops saved keys that are not in
 it. So the optimizer has to have every key that it may ever have:
 
-* When DCP calls ``state_dict()``, :func:`complete` adds the missing keys, with the values from before any update; a
-  held gradient is zero.
+* When DCP calls ``state_dict()``, :meth:`Blanks.complete` adds the missing keys, with the values from before any
+  update; a held gradient is zero.
 * To make an optimizer create its state, DCP sets lr = 0 and all gradients to zero and calls ``step()`` without any
-  backward pass. :func:`is_creating` recognises that, and :func:`create` creates all keys. Nothing else happens.
+  backward pass. :func:`is_creating` recognises that, and :meth:`Blanks.create` creates all keys. Nothing else happens.
 * :func:`drop_blanks` removes zero gradients that are not held, when training goes on and after loading.
 """
 
@@ -35,8 +35,6 @@ from sgdol.torch._world import World, fitted, like_parameter, local, piece_of, r
 __all__ = [
     "Blanks",
     "FreeBlanks",
-    "complete",
-    "create",
     "drop_blanks",
     "first_step_size",
     "is_asked",
@@ -50,9 +48,6 @@ VECTORS = ("held_gradient", "momentum", "direction", "average", "last_step")
 
 # The package with get_state_dict, set_state_dict, save and load; the last two may be given an optimizer itself.
 CHECKPOINT = "torch.distributed.checkpoint"
-
-
-Maker = Callable[[Tensor], Any]
 
 
 class Blanks:
@@ -77,49 +72,57 @@ class Blanks:
         self._groups, self._state, self._metrics = groups, state, metrics
         self._learner_of, self._keeps_direction = learner_of, keeps_direction
 
-    def groups(self) -> list[dict[str, Any]]:
-        like = first_step_size(self._groups[0]).new_zeros(())
-        blanks = []
-        for group in self._groups:  # memory of its own for each group: a checkpoint is read into it
-            blank: dict[str, Any] = {"gradients": 0, "pending": False, "totals": diagnostics.zeros(like)}
-            if group["alpha"] is None:
-                blank["alpha_learned"] = like.clone()
-            if uses_momentum(group):
-                blank["momentum_weight"] = like.clone()
-            if group["granularity"] in ("global", "group"):
-                blank.update({name: make(like) for name, make in self._learned(group).items()})
-            blanks.append(blank)
-        return blanks
+    def create(self) -> None:
+        """Add the keys that are missing to the optimizer."""
+        self._fill(self._groups, self._state, [p for group in self._groups for p in group["params"]])
 
-    def parameters(self) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Each parameter with the keys that are missing in its state; only these are allocated."""
-        return [(p, self._missing(p, group)) for group in self._groups for p in group["params"]]
+    def complete(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Add the keys that are missing to what ``state_dict()`` returns."""
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        saved = state_dict["state"]
+        state = {index: dict(saved.get(index, {})) for index in indices}  # the dicts in it are the optimizer's own
+        self._fill(state_dict["param_groups"], state, indices)
+        saved.update({index: found for index, found in state.items() if found})
+        return state_dict
 
-    def _missing(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        known = self._state.get(p, {})
-        blank = {name: make(p) for name, make in self._makers(group).items() if name not in known}
-        return {**blank, **{name: value for name, value in self._metrics.blank(p).items() if name not in known}}
+    def _fill(self, groups: list[dict[str, Any]], state: dict[Any, Any], keys: list[Any]) -> None:
+        places = iter(keys)
+        for own, group in zip(groups, self._groups, strict=True):
+            own.update({name: value for name, value in self._of_group(group).items() if name not in own})
+            for p, key in zip(group["params"], places, strict=False):
+                if p.requires_grad or state.get(key):  # frozen parameters have no state, and get none
+                    blank = {**self._of_parameter(p, group, state[key]), **self._metrics.blank(p)}
+                    state[key].update({name: value for name, value in blank.items() if name not in state[key]})
 
-    def _makers(self, group: dict[str, Any]) -> dict[str, Maker]:
-        makers: dict[str, Maker] = {"held_gradient": torch.zeros_like}
+    def _of_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        like = first_step_size(self._groups[0]).new_zeros(())  # a checkpoint is read into the memory of each group
+        blank: dict[str, Any] = {"gradients": 0, "pending": False, "totals": diagnostics.zeros(like)}
+        if group["alpha"] is None:
+            blank["alpha_learned"] = like.clone()
         if uses_momentum(group):
-            makers["momentum"] = _zeros
-        if self._keeps_direction(group):
-            makers["direction"] = _zeros
-        if group["averaging"] is not None:
-            makers["average"] = lambda p: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
-        for name, make in self._learned(group).items():
-            if group["granularity"] == "tensor":
-                makers[name] = lambda p, make=make: make(torch.zeros((), device=p.device, dtype=scalar_dtype(p.device)))
-            elif group["granularity"] == "coordinate":
-                makers[name] = lambda p, make=make: like_parameter(make(torch.zeros_like(_wide(p))), p)
-        return makers
+            blank["momentum_weight"] = like.clone()
+        if group["granularity"] in ("global", "group"):
+            blank.update(self._learned(group, like))
+        return blank
 
-    def _learned(self, group: dict[str, Any]) -> dict[str, Maker]:
-        # Of a zero, a new tensor for each number that the learner keeps.
-        initial = self._learner_of(group).initial
-        names = initial(torch.zeros(()))._fields
-        return {f"learner.{name}": lambda zero, name=name: getattr(initial(zero), name).clone() for name in names}
+    def _of_parameter(self, p: Tensor, group: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+        # Only the vectors that are missing are allocated.
+        wanted = {"momentum": uses_momentum(group), "direction": self._keeps_direction(group)}
+        blank = {name: _zeros(p) for name, is_wanted in wanted.items() if is_wanted and name not in known}
+        if "held_gradient" not in known:
+            blank["held_gradient"] = torch.zeros_like(p)
+        if group["averaging"] is not None and "average" not in known:
+            blank["average"] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+        if group["granularity"] == "tensor":
+            blank |= self._learned(group, torch.zeros((), device=p.device, dtype=scalar_dtype(p.device)))
+        elif group["granularity"] == "coordinate" and not any(name.startswith("learner.") for name in known):
+            numbers = self._learned(group, torch.zeros_like(_wide(p)))
+            blank |= {name: like_parameter(value, p) for name, value in numbers.items()}
+        return blank
+
+    def _learned(self, group: dict[str, Any], zero: Tensor) -> dict[str, Tensor]:
+        fresh = self._learner_of(group).initial(zero)
+        return {f"learner.{name}": value.clone() for name, value in zip(fresh._fields, fresh, strict=True)}
 
 
 class FreeBlanks(Blanks):
@@ -128,17 +131,15 @@ class FreeBlanks(Blanks):
     def __init__(self, groups: list[dict[str, Any]], state: dict[Any, Any], metrics: Metrics) -> None:
         self._groups, self._state, self._metrics = groups, state, metrics
 
-    def groups(self) -> list[dict[str, Any]]:
-        return [{"rule": State()._asdict(), "gradients": 0, "unit": 1.0} for _ in self._groups]
+    def _of_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {"rule": State()._asdict(), "gradients": 0, "unit": 1.0}
 
-    def _makers(self, group: dict[str, Any]) -> dict[str, Maker]:
-        return {
-            "momentum": _zeros,
-            "average": lambda p: like_parameter(_wide(p).clone(), p),
-            "last_step": _zeros,
-            # 0 for a parameter that has never moved; after loading its state is dropped again.
-            "moves": lambda p: torch.tensor(float("momentum" in self._state.get(p, {}))),
-        }
+    def _of_parameter(self, p: Tensor, group: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+        blank = {name: _zeros(p) for name in ("momentum", "last_step") if name not in known}
+        if "average" not in known:
+            blank["average"] = like_parameter(_wide(p).clone(), p)
+        # 0 for a parameter that has never moved; after loading its state is dropped again.
+        return {**blank, "moves": torch.tensor(float("momentum" in known))}
 
 
 def _zeros(p: Tensor) -> Tensor:
@@ -159,38 +160,14 @@ def is_asked() -> bool:
     return frame is not None
 
 
-def complete(state_dict: dict[str, Any], blanks: Blanks) -> dict[str, Any]:
-    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-    saved = state_dict["state"]
-    state = {index: dict(saved.get(index, {})) for index in indices}  # the dicts in it are the optimizer's own
-    _fill(state_dict["param_groups"], state, indices, blanks)
-    saved.update({index: found for index, found in state.items() if found})
-    return state_dict
-
-
-def create(groups: list[dict[str, Any]], state: dict[Any, Any], blanks: Blanks) -> None:
-    _fill(groups, state, [p for group in groups for p in group["params"]], blanks)
-
-
-def _fill(groups: list[dict[str, Any]], state: dict[Any, Any], keys: list[Any], blanks: Blanks) -> None:
-    # What has been learned stays.
-    for group, blank in zip(groups, blanks.groups(), strict=True):
-        group.update({name: value for name, value in blank.items() if name not in group})
-    for key, (p, blank) in zip(keys, blanks.parameters(), strict=True):
-        if p.requires_grad or state.get(key):  # frozen parameters have no state, and get none
-            state[key].update(blank)
-
-
 def is_creating(groups: list[dict[str, Any]], params: list[Tensor], k: int, world: World) -> bool:
-    """Whether torch.distributed.checkpoint calls ``step()`` to make the optimizer create its state.
-
-    It does so with lr = 0 and gradients of zero that no backward pass has made (k = 0).
-    """
+    """Whether DCP calls ``step()`` to create state: lr = 0, and gradients of 0 that no backward has made (k = 0)."""
     if k or not all(group["lr"] == 0 for group in groups):
         return False
+    params = [p for p in params if p.grad is not None]
     # Gradients that were written by hand at lr = 0 are not all zero.
-    lengths = torch.stack([piece_of(p.grad, p).double().square().sum() for p in params if p.grad is not None])
-    return not world.total([p for p in params if p.grad is not None], lengths[None]).sum().item()
+    lengths = torch.stack([piece_of(p.grad, p).double().square().sum() for p in params])  # type: ignore[arg-type]
+    return not world.total(params, lengths[None]).sum().item()
 
 
 def drop_blanks(state: dict[Any, Any], pending: bool) -> None:
@@ -209,15 +186,9 @@ def load(
     then: Callable[[], None],
     in_basis: tuple[str, ...] = (),
 ) -> None:
-    """Load a state without rounding.
+    """Load a state without rounding: ``check`` may refuse it before, ``then`` is called after.
 
-    Args:
-        optimizer: the optimizer.
-        load_state_dict: torch's own method of it.
-        state_dict: what ``state_dict()`` returned.
-        check: raises ValueError if the state is of another configuration.
-        then: is called when the state has been loaded.
-        in_basis: the names of vectors that are kept in the basis of the Kronecker metric.
+    ``in_basis`` names the vectors that are kept in the basis of the Kronecker metric.
     """
     loaded: dict[str, Any] = {}
 

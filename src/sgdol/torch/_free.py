@@ -166,7 +166,7 @@ class SGDOLFree(WatchingOptimizer):
         if torch.compiler.is_compiling():
             return torch.compiler.disable(self._step)(closure)
         if closure is None and checkpoint.is_asked():
-            checkpoint.create(self.param_groups, self.state, self._blanks)
+            self._blanks.create()
             return None
         return self._step(closure)
 
@@ -495,7 +495,7 @@ class SGDOLFree(WatchingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state for :meth:`load_state_dict`. For torch.distributed.checkpoint call its ``get_state_dict``."""
         state_dict = super().state_dict()
-        return checkpoint.complete(state_dict, self._blanks) if checkpoint.is_asked() else state_dict
+        return self._blanks.complete(state_dict) if checkpoint.is_asked() else state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that ``state_dict()`` returned, exactly."""

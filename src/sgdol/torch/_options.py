@@ -302,10 +302,10 @@ class Catalogue:
         return values
 
     def learner_of(self, group: dict[str, Any]) -> Learner:
-        return self._objects["learner", group["learner"]]  # type: ignore[no-any-return]
+        return self._objects["learner", group["learner"]]
 
     def metric_of(self, group: dict[str, Any]) -> Metric:
-        return self._objects["metric", group["metric"]]  # type: ignore[no-any-return]
+        return self._objects["metric", group["metric"]]
 
     def uses_hindsight(self, group: dict[str, Any]) -> bool:
         return uses_hindsight(self.learner_of(group))

@@ -282,7 +282,7 @@ class SGDOL(WatchingOptimizer):
             passes.watch()
             # torch.distributed.checkpoint makes the state by a step() with gradients of 0.
             if checkpoint.is_creating(groups, params, k, world):
-                checkpoint.create(groups, self.state, self._blanks)
+                self._blanks.create()
                 self._has_blanks = True
                 return None
         if self._has_blanks:  # that state has held gradients which nobody holds, and the blocks have read it
@@ -391,7 +391,7 @@ class SGDOL(WatchingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state for :meth:`load_state_dict`. For torch.distributed.checkpoint call its ``get_state_dict``."""
         state_dict = super().state_dict()
-        return checkpoint.complete(state_dict, self._blanks) if checkpoint.is_asked() else state_dict
+        return self._blanks.complete(state_dict) if checkpoint.is_asked() else state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that :meth:`state_dict` returned, exactly: sums, counts and the held gradient keep their type.
