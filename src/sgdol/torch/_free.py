@@ -284,7 +284,7 @@ class SGDOLFree(WatchingOptimizer):
         if not self._swapped and self._world().mean(float(self._moved()))[0]:
             raise RuntimeError(MOVED)
         self._unused.asked = True
-        with super()._averaged():
+        with super().averaged():
             yield
         if self._left is not None:
             self._note_point()  # swapping has raised the versions of the parameters

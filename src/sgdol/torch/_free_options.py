@@ -80,16 +80,12 @@ def refuse_other_states(state_dict: dict[str, Any]) -> None:
         missing = [name for name in OPTIONS if name not in group]
         if missing:
             raise ValueError(f"state_dict is damaged: its group {index} has no {', '.join(missing)}")
-        rule = group.get("rule", {})
-        for name, value in rule.items():
+        for name, value in group.get("rule", {}).items():
             if name not in State._fields:
                 raise ValueError(f"state_dict is damaged, or from a later version: rule has an unknown entry {name!r}")
             if not isinstance(value, Real | Tensor) or math.isnan(value):
                 raise ValueError(f"state_dict is damaged: {name} in the rule of group {index} is {value!r}")
-    _refuse_incomplete(state_dict["state"])
-
-
-def _refuse_incomplete(state: Any) -> None:
+    state = state_dict["state"]
     if not isinstance(state, dict) or not all(isinstance(saved, dict) for saved in state.values()):
         raise ValueError("state_dict is damaged: its state is not a dict of dicts, one per parameter")
     vectors = ("momentum", "average", "last_step")

@@ -193,7 +193,7 @@ class SGDOL(WatchingOptimizer):
         """True if one gradient is held: the next ``step()`` adds the second one and updates."""
         return self._pair.pending
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def averaged(self) -> AbstractContextManager[None]:  # type: ignore[override]
         r"""Context manager: inside, the parameters are the average of the weights, for evaluation or saving.
 
         With ``averaging=a`` every update is followed by
@@ -220,7 +220,7 @@ class SGDOL(WatchingOptimizer):
         """
         if all(group["averaging"] is None for group in self.param_groups):
             raise RuntimeError("averaged() needs averages, got averaging=None: construct SGDOL with averaging=8")
-        return self._averaged()
+        return super().averaged()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; it may bring any of the constructor's options."""
