@@ -403,7 +403,8 @@ class SGDOLFree(WatchingOptimizer):
             decay = eta * layout.groups[entry.group]["weight_decay"] * units[layout.places[entry.group]]
             move_tensors(xs, layout.parts(e, d, to_read=True), factor, decay or None, entry.dtype)
             layout.store("last_step", e, torch.sub(layout.here(e), s, out=s))
-            momentum.append(m if D[e].turns else None)
+            # The first update has D constant in each tensor, and chooses the bases.
+            momentum.append(m if D[e].turns or state.updates == 1 else None)
         if state.past != 1:
             self._metrics.shorten_past(state.past)
         self._metrics.observe(layout, now.g, Gate(now.norm, 0.0), clipped, now.h, momentum)
