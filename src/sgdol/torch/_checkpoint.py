@@ -15,8 +15,10 @@ it. So the optimizer has to have every key that it may ever have:
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from sgdol.learners import Learner
 from sgdol.torch import _diagnostics as diagnostics
 from sgdol.torch._direction import uses_momentum
 from sgdol.torch._metric import Metrics
+from sgdol.torch._options import OPTIONS_FREE
 from sgdol.torch._remembered import carried_over
 from sgdol.torch._vectors import scalar_dtype, wide_dtype
 from sgdol.torch._world import World, fitted, like_parameter, local, piece_of, real_view
@@ -41,6 +44,7 @@ __all__ = [
     "is_creating",
     "load",
     "refuse_another_configuration",
+    "refuse_other_states",
 ]
 
 # What has the parameter's shape, whatever the options are.
@@ -253,3 +257,30 @@ def refuse_another_configuration(
                     f"state_dict was saved with {name}={saved[name]!r} in group {index}, this optimizer has "
                     f"{name}={group[name]!r}: construct it with the same {name}"
                 )
+
+
+def refuse_other_states(state_dict: dict[str, Any]) -> None:
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
+        shown = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
+        raise ValueError(f"state_dict must be what SGDOLFree.state_dict() returned, got {shown}")
+    for index, group in enumerate(state_dict["param_groups"]):
+        if "averaging" not in group:
+            raise ValueError(f"state_dict was not saved by SGDOLFree: its group {index} has only {sorted(group)}")
+        if "metric" not in group:
+            raise ValueError("state_dict was saved by SGDOLFree of version 0.1, which this version cannot continue")
+        missing = [name for name in OPTIONS_FREE if name not in group]
+        if missing:
+            raise ValueError(f"state_dict is damaged: its group {index} has no {', '.join(missing)}")
+        for name, value in group.get("rule", {}).items():
+            if name not in State._fields:
+                raise ValueError(f"state_dict is damaged, or from a later version: rule has an unknown entry {name!r}")
+            if not isinstance(value, Real | Tensor) or math.isnan(value):
+                raise ValueError(f"state_dict is damaged: {name} in the rule of group {index} is {value!r}")
+    state = state_dict["state"]
+    if not isinstance(state, dict) or not all(isinstance(saved, dict) for saved in state.values()):
+        raise ValueError("state_dict is damaged: its state is not a dict of dicts, one per parameter")
+    vectors = ("momentum", "average", "last_step")
+    for index, saved in state.items():
+        missing = [name for name in vectors if not isinstance(saved.get(name), Tensor)]
+        if 0 < len(missing) < len(vectors):
+            raise ValueError(f"state_dict is damaged: parameter {index} has no tensor {', '.join(missing)}")

@@ -16,18 +16,18 @@ from sgdol.torch import _checkpoint as checkpoint
 from sgdol.torch._averaging import UnusedAverage
 from sgdol.torch._base import WatchingOptimizer
 from sgdol.torch._checkpoint import FreeBlanks
-from sgdol.torch._free_options import (
-    INSTEAD,
-    OPTIONS,
+from sgdol.torch._options import INSTEAD_FREE as INSTEAD
+from sgdol.torch._options import OPTIONS_FREE as OPTIONS
+from sgdol.torch._options import (
     SHARED,
     checked,
     largest,
+    materialise,
     multipliers,
     ratios,
-    refuse_other_states,
     refuse_scaled,
+    unknown_in_group,
 )
-from sgdol.torch._options import materialise, unknown_in_group
 from sgdol.torch._probes import MOVED, Batch, Evaluation, Probes, root
 from sgdol.torch._rerun import Buffers, Replay
 from sgdol.torch._update import Gate, move_tensors
@@ -500,8 +500,8 @@ class SGDOLFree(WatchingOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that ``state_dict()`` returned, exactly."""
-        check = refuse_other_states
-        checkpoint.load(self, super().load_state_dict, state_dict, check, self._loaded, in_basis=("momentum",))
+        check, then = checkpoint.refuse_other_states, self._loaded
+        checkpoint.load(self, super().load_state_dict, state_dict, check, then, in_basis=("momentum",))
 
     def _loaded(self) -> None:
         self._prepare()

@@ -26,9 +26,15 @@ __all__ = [
     "LEARNED_WITH",
     "OPTIONS",
     "OPTIONS_FREE",
+    "SHARED",
     "Catalogue",
+    "checked",
     "every_group_has_a_rate",
+    "largest",
     "materialise",
+    "multipliers",
+    "ratios",
+    "refuse_scaled",
     "refuse_unknown",
     "unknown_in_group",
 ]
@@ -154,7 +160,10 @@ OPTIONS_FREE: dict[str, Check] = {
     **{name: OPTIONS[name] for name in ("momentum", "weight_decay", "metric", "maximize", "foreach")},
 }
 
-# A saved state is refused if one of these differs: what was learned has a meaning only together with them.
+# Must be the same in all parameter groups of SGDOLFree: there is one direction, in one norm, and one average.
+SHARED = ("momentum", "averaging", "metric", "state_dtype", "maximize", "foreach")
+
+# A saved state of SGDOL is refused if one of these differs: what was learned has a meaning only together with them.
 LEARNED_WITH = (
     "learner",  # first, because others follow from it
     "alpha",
@@ -319,6 +328,49 @@ def _name(thing: Any) -> str:
 
 def every_group_has_a_rate(params: list[Any]) -> bool:
     return all(isinstance(g, dict) and ("lr" in g or "smoothness" in g) for g in params)
+
+
+# SGDOLFree -----------------------------------------------------------------------------------------------------------
+
+
+def checked(options: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
+    """The options of SGDOLFree as they stand in a parameter group."""
+    refuse_unknown(unknown, "SGDOLFree", options, INSTEAD_FREE)
+    return {**options, **{name: check(name, options[name]) for name, check in OPTIONS_FREE.items()}}
+
+
+def multipliers(groups: list[dict[str, Any]]) -> list[float]:
+    rates = [float(group["lr"]) for group in groups]  # a scheduler may have written anything
+    for index, rate in enumerate(rates):
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"lr of parameter group {index} must be at least 0 and finite, got {rate!r}")
+    return rates
+
+
+def ratios(groups: list[dict[str, Any]]) -> list[float]:
+    """rho_i = lr_i / max lr of each group; the metric of group i is D/rho_i."""
+    rates = multipliers(groups)
+    highest = max(rates)
+    return [rate / highest if highest else 1.0 for rate in rates]
+
+
+def largest(groups: list[dict[str, Any]]) -> float:
+    """The largest lr of all groups, now or in the schedule: torch's schedulers keep ``initial_lr`` and ``max_lr``."""
+    return max(float(group.get(name, 0.0)) for group in groups for name in ("lr", "initial_lr", "max_lr"))
+
+
+def refuse_scaled(factor: float) -> None:
+    """Refuse gradients that were multiplied by 2^-j, j >= 3, while the loss was not: a GradScaler inside loss_fn.
+
+    Clipping multiplies by a power of two to six digits only by chance. So that chance is small, this is asked once, at
+    the first step.
+    """
+    if 0 < factor <= 1 / 8 and abs(math.log2(factor) - round(math.log2(factor))) < 1e-6:
+        raise RuntimeError(
+            f"gradients were multiplied by {factor:g} between backward() and step(), as a GradScaler does whose "
+            "scale() is called inside of loss_fn. Return the loss itself from loss_fn, and give backward() "
+            "run=lambda loss: scaler.scale(loss).backward()"
+        )
 
 
 # Parameters -----------------------------------------------------------------------------------------------------------
