@@ -30,7 +30,7 @@ from sgdol.learners import Learner
 from sgdol.torch import _diagnostics as diagnostics
 from sgdol.torch._direction import uses_momentum
 from sgdol.torch._metric import Metrics
-from sgdol.torch._options import OPTIONS_FREE
+from sgdol.torch._options import LEARNED_WITH, OPTIONS_FREE
 from sgdol.torch._remembered import carried_over
 from sgdol.torch._vectors import scalar_dtype, wide_dtype
 from sgdol.torch._world import World, fitted, like_parameter, local, piece_of, real_view
@@ -245,13 +245,11 @@ def first_step_size(group: dict[str, Any]) -> Tensor:
     return torch.as_tensor(group["lr"], device=device, dtype=scalar_dtype(device)).detach().clone().reshape(())
 
 
-def refuse_another_configuration(
-    state_dict: dict[str, Any], groups: list[dict[str, Any]], names: tuple[str, ...]
-) -> None:
+def refuse_another_configuration(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
         if "granularity" not in saved:
             raise ValueError(f"state_dict was not saved by SGDOL: its group {index} has only {sorted(saved)}")
-        for name in names:
+        for name in LEARNED_WITH:
             if name in saved and saved[name] != group[name]:
                 raise ValueError(
                     f"state_dict was saved with {name}={saved[name]!r} in group {index}, this optimizer has "

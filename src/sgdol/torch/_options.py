@@ -29,7 +29,6 @@ __all__ = [
     "SHARED",
     "Catalogue",
     "checked",
-    "every_group_has_a_rate",
     "largest",
     "materialise",
     "multipliers",
@@ -276,7 +275,10 @@ class Catalogue:
             group["smoothness"] = self._given["smoothness"]  # M is the same in all groups, also if momentum is not
         rate = _rate(group, options["momentum"], "a parameter group ")
         if rate is None and self.defaults["lr"] is None:
-            raise ValueError("lr or smoothness is needed for this parameter group: the optimizer has no default")
+            raise ValueError(
+                "lr or smoothness is needed: got neither, for all parameters or for this parameter group. lr is the "
+                "rate that torch.optim.SGD takes with the same momentum; sgdol.SGDOLFree needs neither (experimental)"
+            )
         if rate is not None:
             group["lr"] = rate
         group.update({name: value for name, value in options.items() if name in group or name in DERIVED})
@@ -324,10 +326,6 @@ def _name(thing: Any) -> str:
     # In a saved state: the default repr has an address in memory, which is another one in each process.
     kind = type(thing)
     return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(thing)
-
-
-def every_group_has_a_rate(params: list[Any]) -> bool:
-    return all(isinstance(g, dict) and ("lr" in g or "smoothness" in g) for g in params)
 
 
 # SGDOLFree -----------------------------------------------------------------------------------------------------------
