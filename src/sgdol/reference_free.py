@@ -208,7 +208,7 @@ def sgdol_free(
                         looks += 1
                         counted = M1 if looks < 12 else 0.0
                         found = sqrt((max(Q, 1e-6 * Y) + counted**2) / (W + (counted > 0)))
-                        slowly = min(M, max(M / 2, 36 / looks * abs(r))) if M1 > counted else 0.0
+                        slowly = min(M, max(M / 2, 36 / looks * abs(r))) if counted < M1 else 0.0
                         M1 = M1 if slowly > found else counted
                         M = max(found, slowly) if found > 0 else M
 
