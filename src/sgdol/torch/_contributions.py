@@ -9,8 +9,9 @@ exactly 0 for a contribution that is alone, so the first one needs no product at
 their mean and no rank knows its own S: there Q is kept.
 
 * Large tensors are measured when a contribution arrives.
-* Contributions to merged small tensors are copied, and measured at the end of the step.
-* While D is not known, in the first update of a metric, all contributions are copied.
+* Contributions to merged small tensors are copied, and measured at the end of the step. In a single process they are
+  differences: of ``.grad`` after a backward and before it, both of which are read anyway.
+* While D is not known, in the first update of a metric, contributions to large tensors are copied too.
 
 A factor on ``.grad`` after a backward (GradScaler, ``clip_grad_norm_``) is a factor on all contributions to it. So
 ||S||^2 is measured when a backward ends and again before use, and what is kept follows the ratio, which is exactly 1 if
@@ -28,7 +29,6 @@ from torch import Tensor
 from sgdol.surrogate import symmetric_signal
 from sgdol.torch._gradients import Gradients
 from sgdol.torch._metric import Metrics
-from sgdol.torch._operators import IDENTITY, Operators
 from sgdol.torch._vectors import Layout, Numbers, Vector, as_number, product
 from sgdol.torch._world import LocalSums, World, local
 
@@ -53,7 +53,6 @@ class Contributions:
 
     def __init__(self, layout: Layout, metrics: Metrics) -> None:
         self.layout, self._metrics = layout, metrics
-        self._identity = Operators([IDENTITY] * len(layout.entries)) if metrics.identity else None
         # Numbers of an accelerator are not read: that would wait for it.
         self._host = all(entry.device.type == "cpu" for entry in layout.entries)
         self.thrown_away = False  # True if gradients of passes were set to 0 before they were used
@@ -65,6 +64,7 @@ class Contributions:
         self.distorted = False  # True if a gradient was changed after a backward by more than a factor
         # By entry: copies of the contributions; P or Q of large tensors; and .grad of these in the basis of D.
         self._copies: dict[int, list[Tensor]] = {}
+        self._before: dict[int, Tensor] = {}  # .grad of merged entries when the backward began
         self._measured: dict[int, Tensor] = {}
         self._turned: dict[int, Tensor] = {}
         self._untouched = True  # whether .grad is the sum of the copies, to the last bit but for rounding
@@ -96,21 +96,23 @@ class Contributions:
 
     def begin(self, world: World) -> bool:
         """Prepare for a backward: follow what was done to ``.grad``. True if there are contributions already."""
-        grads: Vector = []
-        if not self.is_empty:
-            if self.layout.reshaped() is not None:
-                raise RuntimeError(RESHAPED)
-            grads = self.layout.gradients()
-            self._follow(grads, world)
-            if not any(self.counts):  # they were set to 0
-                self.forget()
+        self._before = {}
         if self.is_empty:
             return False
-        if world.alone:
-            for e, entry in enumerate(self.layout.entries):
-                if e not in self._copies and self.keeps_copies(e):  # the first contribution is .grad until now
-                    # The vector of several tensors is a copy already; that of one may be .grad itself.
-                    self._copies[e] = [grads[e] if len(entry.sizes) > 1 else grads[e].clone()]
+        if self.layout.reshaped() is not None:
+            raise RuntimeError(RESHAPED)
+        grads = self.layout.gradients()
+        self._follow(grads, world)
+        if not any(self.counts):  # they were set to 0
+            self.forget()
+            return False
+        for e, entry in enumerate(self.layout.entries):
+            if world.alone and self.keeps_copies(e):
+                # The vector of several tensors is a copy already; that of one may be .grad itself.
+                before = grads[e] if len(entry.sizes) > 1 else grads[e].clone()
+                self._copies.setdefault(e, [before])  # the first contribution is .grad until now
+                if entry.merged:
+                    self._before[e] = before
         return True
 
     def keeps_copies(self, e: int) -> bool:
@@ -120,7 +122,7 @@ class Contributions:
     def measure(self, e: int, c: Tensor, before: Tensor | None) -> Tensor:
         """What a contribution c to a large entry adds to P, given ``.grad`` ``before``; to Q if that is None."""
         layout = self.layout
-        operator = (self._identity or self._metrics.operators(layout))[e]
+        operator = self._metrics.operators(layout)[e]
         c = c.to(layout.entries[e].dtype)
         s = c if before is None else before.to(c.dtype)
         if not operator.turns:
@@ -143,6 +145,9 @@ class Contributions:
         self.is_empty = False
         for i in arrived:
             self.counts[i] += 1
+        for e, before in self._before.items():
+            self._copies[e].append(self._samples[e] - before)
+        self._before = {}
         for e, value in measured.items():
             self._measured[e] = self._measured[e] + value if e in self._measured else value
         if any(c is not None for c in arrived.values()):
@@ -179,7 +184,7 @@ class Contributions:
         grads = watched.gradients()
         norms = self._follow(grads, world, final=True)
         k = max([*self.counts, 1]) * world.ranks
-        operators = self._identity or metrics.operators(watched, grads, layout.params)
+        operators = metrics.operators(watched, grads, layout.params)
         if world.alone and self._untouched:
             for e, turned in self._turned.items():
                 operators[e].cache_turned(grads[e], turned)
