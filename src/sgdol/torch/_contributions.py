@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgdol.surrogate import symmetric_signal
 from sgdol.torch._gradients import Gradients
 from sgdol.torch._metric import Metrics
 from sgdol.torch._vectors import Layout, Numbers, Vector, as_number, product
@@ -192,21 +191,20 @@ class Contributions:
         if layout is not watched:
             grads = layout.gradients()
             operators, norms = metrics.operators(layout, grads), []
-        n = layout.products(grads, grads, operators, known=norms, pooled=pooled)
+        n, u = layout.products(grads, grads, operators, known=norms, pooled=pooled), watched.joined(kept, pooled)
         if pooled:
-            signal = k / (k - 1) * sum(kept)
-            return Gradients(k, layout, operators, grads, n, [signal], n[0], signal)
-        kept = layout.remapped(watched, watched.joined(kept), n)
-        if world.alone:
-            u = [p.mul_(k / (k - 1)) for p in kept]
-            sums = layout.totals(n).sum(), layout.totals(u).sum()
-        else:
-            n, q, sums = self._over_ranks(layout, world, n, kept)
-            # Arrays of coordinates are as large as the model: their signal is written over Q, which is not used again.
-            u = [symmetric_signal(n[0], q[0], k)]
-            u += [torch.sub(a, b, out=b).mul_(k / (k - 1)) for a, b in zip(n[1:], q[1:], strict=True)]
-            sums = sums[0], symmetric_signal(*sums, k)
-        return Gradients(k, layout, operators, grads, n, u, *sums)
+            u = [u[0] * (k / (k - 1))]
+            return Gradients(k, layout, operators, grads, n, u, n[0], u[0])
+        u = layout.remapped(watched, u, n)
+        sums = torch.stack([layout.totals(n), layout.totals(u)])
+        if not world.alone:
+            n, q, sums = self._over_ranks(layout, world, n, u, sums)
+            # Of coordinates n and Q are arrays as large as the model: P is written over Q, which is not used again.
+            u = [torch.sub(a, b, out=b) for a, b in zip(n, q, strict=True)]
+            sums[1] = sums[0] - sums[1]
+        u = [p.mul_(k / (k - 1)) for p in u]
+        squared, signal = sums.sum(1)
+        return Gradients(k, layout, operators, grads, n, u, squared, signal * (k / (k - 1)))
 
     def _kept(self, e: int, grad: Tensor, operator: Any, world: World, *, pooled: bool) -> Any:
         """P of an entry, or Q on several ranks, in the form of :meth:`Layout.number`."""
@@ -235,15 +233,16 @@ class Contributions:
         return layout.like.new_zeros(len(entry.sizes))
 
     def _over_ranks(
-        self, layout: Layout, world: World, n: Numbers, q: Numbers
-    ) -> tuple[Numbers, Numbers, tuple[Tensor, Tensor]]:
-        """(n, Q) over all ranks, in the scale of ``.grad``, and the sums of both over all tensors.
+        self, layout: Layout, world: World, n: Numbers, q: Numbers, sums: Tensor
+    ) -> tuple[Numbers, Numbers, Tensor]:
+        """(n, Q) over all ranks, in the scale of ``.grad``, and the sums of both for each tensor.
 
         Args:
             layout: the parameters that take part.
             world: sums over ranks.
             n: of this rank's pieces.
             q: of this rank's contributions.
+            sums: of both for each tensor.
         """
         places = {p: i for i, p in enumerate(self.layout.params)}
         columns = [places.get(p, -1) for p in layout.params]  # -1 is a column of zeros: a parameter that is not watched
@@ -252,7 +251,8 @@ class Contributions:
             assert self._change is not None
             rows += self._change
         seen, *change = torch.nn.functional.pad(torch.stack(rows), (0, 1))[:, columns]
-        own = LocalSums(torch.stack([layout.totals(n), *change]), layout.totals(q), seen, list(q[1:]), max(self.counts))
+        arrays = [x for section, x in zip(layout.sections, q, strict=True) if section.array]
+        own = LocalSums(torch.stack([sums[0], *change]), sums[1], seen, arrays, max(self.counts))
         shared = world.share(layout.params, own)
         whole_n, *change = shared.rows
         # A gradient that no pass made on any rank, or that nobody averages over the ranks, is a single contribution.
@@ -261,11 +261,14 @@ class Contributions:
             is_single |= ~torch.tensor([world.averages(p) for p in layout.params], device=is_single.device)
             self._change = change[0], change[1]
             factor = _ratio(*change)
-        whole_q = torch.where(is_single, whole_n, shared.q * factor)
-        factors = (layout.spread(e, factor[layout.rows(e)]) for e in layout.coordinates)
-        arrays = [a * f.to(a) for a, f in zip(shared.squares, factors, strict=True)]
-        n, q = [whole_n[layout.numbered], *n[1:]], [whole_q[layout.numbered], *arrays]
-        return n, q, (whole_n.sum(), whole_q.sum())
+        whole_q, squares = torch.where(is_single, whole_n, shared.q * factor), iter(shared.squares)
+        arrays_of_q = [
+            next(squares) * layout.spread(e, factor[layout.rows(e)]).to(x) if section.array else x
+            for section, x in zip(layout.sections, q, strict=True)
+            for e in section.entries[:1]
+        ]
+        sums = torch.stack([whole_n, whole_q])
+        return layout.with_totals(n, whole_n), layout.with_totals(arrays_of_q, whole_q), sums
 
     # What happens to .grad --------------------------------------------------------------------------------------------
 

@@ -21,66 +21,19 @@ from sgdol._numbers import where
 from sgdol.surrogate import momentum_signal
 from sgdol.torch._gradients import Gradients
 from sgdol.torch._update import Gate
-from sgdol.torch._vectors import Layout, Numbers, Vector, as_number
+from sgdol.torch._vectors import Layout, Section, Vector, as_number
 from sgdol.torch._world import World
 
-__all__ = ["Direction", "Directions", "Part", "Parts", "uses_momentum"]
-
-
-class Part(NamedTuple):
-    """Numbers that have all options in common: those of a group, or an array of one tensor."""
-
-    group: int  # index into Layout.groups
-    entries: list[int]
-
-
-class Parts:
-    """Cuts :data:`Numbers` into parts, and joins them again.
-
-    Args:
-        layout: the parameters.
-        pooled: whether there is a single number: then no option differs between groups.
-    """
-
-    def __init__(self, layout: Layout, pooled: bool) -> None:
-        self.layout, self.pooled = layout, pooled
-        members: dict[int, list[int]] = {}
-        for e, entry in enumerate(layout.entries):
-            if not entry.coordinates:
-                members.setdefault(0 if pooled else entry.group, []).append(e)
-        arrays = [Part(layout.entries[e].group, [e]) for e in layout.coordinates]
-        self.parts = [*(Part(place, entries) for place, entries in members.items()), *arrays]
-        self._counts = [sum(len(layout.entries[e].sizes) for e in entries) for entries in members.values()]
-        self._blanks = [layout.like.expand(count) for count in self._counts]  # zeros, for numbers that are None
-
-    def cut(self, numbers: Numbers) -> list[Any]:
-        if len(self._counts) > 1:
-            return [*numbers[0].split(self._counts), *numbers[1:]]
-        return numbers if self._counts else numbers[1:]
-
-    def join(self, values: list[Any]) -> Numbers:
-        if len(self._counts) == 1:
-            return values
-        numbers = [blank if x is None else x for x, blank in zip(values, self._blanks, strict=False)]
-        return [torch.cat(numbers) if numbers else self.layout.like.new_zeros(0), *values[len(numbers) :]]
-
-    def over_ranks(self, world: World, products: list[list[Any]]) -> list[list[Any]]:
-        """Products of this rank's pieces, some of them None -> of whole tensors, in one message."""
-        rows = list(zip(products, self._blanks, strict=False))  # arrays are of this rank's own coordinates
-        if all(x is None for row, _ in rows for x in row):
-            return products
-        own = [torch.stack([blank if x is None else x for x in row]) for row, blank in rows]
-        total = world.total([self.layout.params[i] for i in self.layout.numbered], torch.cat(own, dim=1))
-        return [*map(list, total.split(self._counts, dim=1)), *products[len(rows) :]]
+__all__ = ["Direction", "Directions", "uses_momentum"]
 
 
 class Direction(NamedTuple):
     """What an update is made of."""
 
-    parts: Parts
+    sections: list[Section]
     d: Vector  # the direction of entry e is scales[e] * d[e]; not to be written to
     scales: list[Any]
-    # One value per part.
+    # One value per section.
     u: list[Any]  # the signal <d, grad f>
     n: list[Any]  # <d, D d>
     last: list[Any]  # <g_t, d_{t-1}>: what the last step turned out to be worth; None where no learner asks
@@ -118,7 +71,6 @@ class Directions:
         world: Callable[[], World],
     ) -> None:
         self._hindsight, self._euclidean, self._world = hindsight, euclidean, world
-        self._parts: Parts | None = None
 
     def keeps_direction(self, group: dict[str, Any]) -> bool:
         """True if state["direction"] holds d_t. Hindsight needs it unless momentum in Euclid's norm equals it."""
@@ -127,31 +79,26 @@ class Directions:
     def make(self, gradients: Gradients, updates: Any, gate: Gate) -> Direction:
         """The direction of the update after so many others. It moves the momenta on."""
         layout, g, pooled = gradients.layout, gate.finite(gradients.g), isinstance(gradients.n[0], float)
-        parts = self._parts
-        if parts is None or parts.layout is not layout or parts.pooled != pooled:
-            parts = self._parts = Parts(layout, pooled)
         betas = [float(group["momentum"]) for group in layout.groups]
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"momentum must be at least 0 and less than 1, parameter groups have {betas}")
         momenta = [self._momentum(group, layout, gate) for group in layout.groups]
-        d: Vector = list(g)
-        scales: list[Any] = [1.0] * len(g)
-        products: list[list[Any]] = []
-        for part in parts.parts:
-            rows = []
-            for e in part.entries:
-                momentum = momenta[layout.entries[e].group]
-                d[e], scales[e], *row = _move_momentum(layout, e, gradients.operators[e], g[e], momentum, gate, pooled)
-                rows.append(row)
-            products.append(rows[0] if len(rows) == 1 else [_joined(column) for column in zip(*rows, strict=True)])
-        if self._world().spread:
-            products = parts.over_ranks(self._world(), products)
-        numbers = zip(parts.parts, products, parts.cut(gradients.u), parts.cut(gradients.n), strict=True)
-        statistics = [
-            _statistics(layout.groups[part.group], momenta[part.group], row, u, n, updates)
-            for part, row, u, n in numbers
+        rows = [
+            _move_momentum(layout, e, gradients.operators[e], g[e], momenta[entry.group], gate, pooled)
+            for e, entry in enumerate(layout.entries)
         ]
-        return Direction(parts, d, scales, *map(list, zip(*statistics, strict=True)))
+        d, scales, *columns = map(list, zip(*rows, strict=True))
+        products = [layout.joined(column, pooled) for column in columns]
+        world = self._world()
+        if world.spread and any(x is not None for column in products for x in column):
+            totals = world.total(layout.params, torch.stack([layout.totals(column) for column in products]))
+            products = [layout.with_totals(column, row) for column, row in zip(products, totals, strict=True)]
+        sections = layout.everything if pooled else layout.sections
+        statistics = [
+            _statistics(layout.groups[section.group], momenta[section.group], products_of_section, u, n, updates)
+            for section, *products_of_section, u, n in zip(sections, *products, gradients.u, gradients.n, strict=True)
+        ]
+        return Direction(sections, d, scales, *map(list, zip(*statistics, strict=True)))
 
     def _momentum(self, group: dict[str, Any], layout: Layout, gate: Gate) -> _Momentum:
         # In Euclid's norm d_{t-1} is the momentum, once that has moved: it has a weight then. A group that got its
@@ -167,12 +114,6 @@ class Directions:
             if group["bias_correction"]:
                 before, after = old, new
         return _Momentum(moves, asks, keeps, in_state, gate.weight(1 - beta), before, after)
-
-
-def _joined(values: tuple[Any, ...]) -> Any:
-    if values[0] is None:
-        return None
-    return sum(values) if isinstance(values[0], float) else torch.cat(values)
 
 
 def _move_momentum(

@@ -30,6 +30,7 @@ __all__ = ["Passes"]
 
 graph_task = torch._C._current_graph_task_id
 after_backward = torch.autograd.Variable._execution_engine.queue_callback
+set_grad_enabled = torch._C._set_grad_enabled
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _kind: Callable[[Tensor], Any] = attrgetter("dtype", "device", "shape")
@@ -40,6 +41,20 @@ SHARED = (
     "brought it several gradients and the noise of this step is measured wrong. "
     "Use checkpoint(..., use_reentrant=False)."
 )
+
+
+def without_graph(method: Callable[..., None]) -> Callable[..., None]:
+    """As ``torch.no_grad()``, which takes longer than the rest of a hook; with create_graph=True .grad has a graph."""
+
+    def inner(*arguments: Any) -> None:
+        enabled = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
+            method(*arguments)
+        finally:
+            set_grad_enabled(enabled)
+
+    return inner
 
 
 class Passes:
@@ -250,12 +265,11 @@ class Passes:
             # Set before anything else, so that of two threads that begin at the same time one sees the other.
             earlier, thread = self._engine_call, self._thread
             self._engine_call, self._thread = call or True, threading.get_ident()
-            with torch.no_grad():  # with create_graph=True .grad may have a graph
-                if earlier is not None:
-                    self.overlapping |= thread != self._thread and earlier is not True and is_running(earlier)
-                    self.finish()
-                    self._engine_call = call or True  # finish() has reset it
-                self._start(index)
+            if earlier is not None:
+                self.overlapping |= thread != self._thread and earlier is not True and is_running(earlier)
+                self.finish()
+                self._engine_call = call or True  # finish() has reset it
+            self._start(index)
         self._tasks.add(task)
         close: Callable[[], None] = lambda: self._task_ended(task, is_inner)  # noqa: E731
         if not self.world.alone:
@@ -265,6 +279,7 @@ class Passes:
             close = lambda: after_backward(first)  # noqa: E731
         after_backward(close)
 
+    @without_graph
     def _start(self, index: int) -> None:
         # Nothing has been added to .grad yet.
         self.world = world = self._finder.world if is_distributed() else self._finder.here
@@ -284,16 +299,16 @@ class Passes:
                 if p.grad is not None and world.reduces(p) and not world.waits(p):
                     self._before[i] = piece_of(p.grad, p).clone()
 
+    @without_graph
     def _task_ended(self, task: int, is_inner: bool) -> None:
         if task not in self._tasks:
             return
-        self._tasks.remove(task)
-        with torch.no_grad():  # the gradients of all ranks are averaged now
-            # Also after an inner task: if the outermost one reaches no parameter itself, no callback tells of its end,
-            # and the user may change .grad after it.
-            self.contributions.take_snapshot()
-            if not is_inner:
-                self._close()
+        self._tasks.remove(task)  # the gradients of all ranks are averaged now
+        # Also after an inner task: if the outermost one reaches no parameter itself, no callback tells of its end, and
+        # the user may change .grad after it.
+        self.contributions.take_snapshot()
+        if not is_inner:
+            self._close()
 
     def _close(self) -> None:
         """A pass has ended: what arrived is a contribution to each tensor that it has reached."""

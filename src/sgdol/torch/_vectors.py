@@ -8,7 +8,7 @@ one flat tensor, and each large one is a tensor of its own; every operation on a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ __all__ = [
     "PIECE",
     "Layout",
     "Numbers",
+    "Section",
     "Vector",
     "as_number",
     "dot",
@@ -39,8 +40,8 @@ __all__ = [
 
 Vector = list[Tensor]
 
-# Products of two vectors: first one float64 tensor with a number for each parameter that has one step size; then, for
-# each entry whose coordinates have step sizes of their own (Layout.coordinates), an array of the entry's shape.
+# Products of two vectors, one for each section (Layout.sections): a float64 tensor with a number per parameter, or an
+# array with one per coordinate. In place of all that, a single Python float: the sum over everything.
 Numbers = list[Any]
 
 _kind = attrgetter("shape", "dtype", "device")
@@ -142,6 +143,15 @@ class Entry(NamedTuple):
         return not (self.merged or self.coordinates)
 
 
+class Section(NamedTuple):
+    """Entries whose numbers lie together: those of a group, or a single one whose coordinates have step sizes."""
+
+    group: int  # index into Layout.groups
+    entries: list[int]
+    array: bool  # whether it is a single entry whose coordinates have step sizes
+    params: int  # how many parameters
+
+
 class Layout:
     """Which parameters lie where in a vector, and the operations that need to know it.
 
@@ -193,9 +203,15 @@ class Layout:
         self.like = torch.zeros((), device=device, dtype=scalar_dtype(device))  # a template for products and sums
         # The relative error of a squared norm is at most this.
         self.rounding = max((8 * torch.finfo(entry.dtype).eps for entry in self.entries), default=0.0)
-        self.coordinates = [e for e, entry in enumerate(self.entries) if entry.coordinates]
-        # Indices of the parameters that have one number each in Numbers[0], in its order.
-        self.numbered = [i for entry in self.entries if not entry.coordinates for i in range(entry.start, entry.stop)]
+        self.sections: list[Section] = []
+        for e, entry in enumerate(self.entries):
+            last = self.sections[-1] if self.sections else None
+            if last is not None and last.group == entry.group and not entry.coordinates:
+                last.entries.append(e)
+                self.sections[-1] = last._replace(params=last.params + len(entry.sizes))
+            else:
+                self.sections.append(Section(entry.group, [e], entry.coordinates, len(entry.sizes)))
+        self.everything = [Section(0, list(range(len(self.entries))), False, len(self.params))]
         self.plain = all(type(p) in ORDINARY and not p.is_complex() for p in self.params)
         self._kinds = list(map(_kind, self.params))
         self._vectors: dict[tuple[str, int], Tensor] = {}  # by name and entry
@@ -413,12 +429,14 @@ class Layout:
             return self.sums(e, wide_x * (wide_x if x is y else y.to(self.like.dtype)))
         return dot(x, y).to(self.like.device).reshape(1)
 
-    def joined(self, values: Sequence[Any]) -> Numbers:
-        # Results of number() for all entries -> Numbers.
-        entries = list(zip(values, self.entries, strict=True))
-        numbers = [value for value, entry in entries if not entry.coordinates]
-        arrays = [value for value, entry in entries if entry.coordinates]
-        return [torch.cat(numbers) if numbers else self.like.new_zeros(0), *arrays]
+    def joined(self, values: Sequence[Any], pooled: bool = False) -> Numbers:
+        """Results of :meth:`number` for all entries as :data:`Numbers`; None for a section where they are None."""
+        numbers: Numbers = []
+        for section in self.everything if pooled else self.sections:
+            some = [values[e] for e in section.entries]
+            one = len(some) == 1 or some[0] is None
+            numbers.append(some[0] if one else sum(some) if pooled else torch.cat(some))
+        return numbers
 
     def products(
         self,
@@ -429,7 +447,7 @@ class Layout:
         known: Sequence[Any] = (),
         pooled: bool = False,
     ) -> Numbers:
-        """<a, D^-1 b> as :data:`Numbers`; with ``pooled`` a list with the sum over everything.
+        """<a, D^-1 b> as :data:`Numbers`.
 
         Args:
             a: a vector.
@@ -445,7 +463,7 @@ class Layout:
                 values.append(self.inner(e, a[e], b[e], operator, pooled))
             else:
                 values.append(known[e] if pooled else as_number(known[e], self.like).reshape(1))
-        return [sum(values)] if pooled else self.joined(values)
+        return self.joined(values, pooled)
 
     def inner(self, e: int, a: Tensor, b: Tensor, operator: Any = None, pooled: bool = False) -> Any:
         """<a, D^-1 b> of entry e in the form of :meth:`number`; ``operator`` is D, or None for 1."""
@@ -477,51 +495,39 @@ class Layout:
         return self._precisions[e]
 
     def totals(self, numbers: Numbers) -> Tensor:
-        """One number per parameter, in the order of ``params``: arrays per coordinate are summed."""
-        first, *arrays = numbers
-        if not arrays:
-            return first
-        out = self.like.new_zeros(len(self.params))
-        out[self.numbered] = first
-        for e, values in zip(self.coordinates, arrays, strict=True):
-            out[self.entries[e].start : self.entries[e].stop] = self.sums(e, values)
-        return out
+        """One number per parameter, in the order of ``params``: arrays per coordinate are summed, None counts as 0."""
+        rows = [
+            self.like.new_zeros(section.params)
+            if x is None
+            else self.sums(section.entries[0], x).to(self.like)
+            if section.array
+            else x
+            for section, x in zip(self.sections, numbers, strict=True)
+        ]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def with_totals(self, numbers: Numbers, totals: Tensor) -> Numbers:
+        """The numbers with these totals in place of theirs, but for arrays, which stay."""
+        rows = totals.split([section.params for section in self.sections])
+        both = zip(self.sections, numbers, rows, strict=True)
+        return [x if section.array or x is None else row for section, x, row in both]
 
     def remapped(self, source: Layout, numbers: Numbers, like: Numbers) -> Numbers:
-        """Numbers of the layout ``source`` in the order and the form of ``like``; 0 for parameters that it has not."""
+        """Numbers of the layout ``source`` in the form of ``like``; 0 for parameters that it has not."""
         if source is self:
             return numbers
-        known = {source.params[i]: numbers[0][row] for row, i in enumerate(source.numbered)}
-        for e, values in zip(source.coordinates, numbers[1:], strict=True):
-            known.update(zip(source.params[source.rows(e)], source.parts(e, values), strict=True))
-        first, *arrays = map(torch.zeros_like, like)
-        parts = [
-            pair
-            for e, x in zip(self.coordinates, arrays, strict=True)
-            for pair in zip(self.params[self.rows(e)], self.parts(e, x), strict=True)
-        ]
-        for p, part in [*zip([self.params[i] for i in self.numbered], first, strict=True), *parts]:
+        known, remapped = dict(source._by_parameter(numbers)), [torch.zeros_like(x) for x in like]
+        for p, part in self._by_parameter(remapped):
             if p in known:
                 part.copy_(known[p])
-        return [first, *arrays]
+        return remapped
 
-    def by_group(self, values: Sequence[Any]) -> Numbers:
-        """Values of the groups as :data:`Numbers`; values that are all the same stay one number."""
-        first = values[0]
-        # Comparing Python numbers is free; tensors are not compared, because that would wait for a device.
-        if len(values) > 1 and any(
-            value is not first and (isinstance(value, Tensor) or value != first) for value in values[1:]
-        ):
-            stacked = torch.stack([as_number(value, self.like) for value in values])
-            first = stacked[[self.group_of[i] for i in self.numbered]]
-        return [first, *(values[self.entries[e].group] for e in self.coordinates)]
-
-    def by_entry(self, value: Any) -> list[Any]:
-        """The part of ``Numbers[0]`` that belongs to each entry; a single number belongs to all."""
-        if isinstance(value, float) or not value.dim():
-            return [value] * len(self.entries)
-        sizes = [0 if entry.coordinates else len(entry.sizes) for entry in self.entries]
-        return list(value.split(sizes))
+    def _by_parameter(self, numbers: Numbers) -> Iterator[tuple[Tensor, Tensor]]:
+        # Views: writing to them writes to the numbers.
+        for section, x in zip(self.sections, numbers, strict=True):
+            start = self.entries[section.entries[0]].start
+            parts = self.parts(section.entries[0], x) if section.array else x.unbind()
+            yield from zip(self.params[start : start + section.params], parts, strict=True)
 
     def spread(self, e: int, numbers: Tensor) -> Tensor:
         # One number per tensor of entry e -> one per coordinate.
