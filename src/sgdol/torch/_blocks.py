@@ -79,17 +79,32 @@ class _Family:
         index = [i for i, block in enumerate(blocks) for _ in block.rows]
         self._rows, self._index = (torch.tensor(x, device=layout.like.device) for x in (rows, index))
         initial: Any = rule.initial(layout.like)
-        fields = []
-        for name, value in zip(initial._fields, initial, strict=True):
-            key = f"learner.{name}"
-            field = torch.stack([as_number(block.owner.get(key, value), layout.like) for block in blocks])
+        self._state, keys = type(initial), [f"learner.{name}" for name in initial._fields]
+        # One tensor of shape (fields, blocks); what stands in the owners is views of it.
+        self._table = torch.stack(
+            [
+                torch.stack([as_number(block.owner.get(key, value), layout.like) for block in blocks])
+                for key, value in zip(keys, initial, strict=True)
+            ]
+        )
+        for key, field in zip(keys, self._table, strict=True):
             for block, number in zip(blocks, field.unbind(), strict=True):
-                block.owner[key] = number  # a view: writing to the field writes to it
-            fields.append(blocks[0].owner[key] if len(blocks) == 1 else field)
-        self.state: Any = type(initial)(*fields)
+                block.owner[key] = number
+        self._first = self._table[:, 0]
+        self._on_host: Any = None  # the same memory as a numpy array, which is faster with so few numbers
 
-    def sums(self, values: Any, gate: Gate) -> Any:
-        """Numbers of tensors, summed over each block."""
+    def learn(self, alpha: tuple[Any, Any], numbers: Sequence[Any], gate: Gate) -> Any:
+        """The multiplier of each block; of a single block, a float if the host may read it."""
+        numbers = [self._sums(values, gate) for values in numbers]
+        if len(self.blocks) > 1 or not gate.host:
+            fields = self._table if len(self.blocks) > 1 else self._first
+            return _learn(self.rule, self._state(*fields), alpha, numbers, gate)
+        if self._on_host is None:
+            self._on_host = self._first.numpy()
+        s, self._on_host[:] = _learned(self.rule, self._state(*self._on_host.tolist()), alpha, numbers)
+        return s
+
+    def _sums(self, values: Any, gate: Gate) -> Any:
         if not isinstance(values, Tensor):
             return values  # a sum already, or None where the learner does not use hindsight
         if len(self.blocks) == 1:
@@ -208,10 +223,7 @@ class Blocks:
         """The multipliers of each section: a number for all its parameters, or one of each; None of arrays."""
         sections, like = direction.sections, self.layout.like
         numbers = [self._joined(sections, values) for values in (direction.u, direction.n, direction.last)]
-        found = [
-            _learn(family.rule, family.state, alpha, [family.sums(values, gate) for values in numbers], gate)
-            for family, alpha in zip(self._families, alphas, strict=False)
-        ]
+        found = [family.learn(alpha, numbers, gate) for family, alpha in zip(self._families, alphas, strict=False)]
         if self._has_one_block:
             return found * len(sections)
         out = like.new_ones(self._numbered)
@@ -310,24 +322,27 @@ class Blocks:
             group["alpha_learned"] = gate.choose(torch.where(old > 0, old, new), old)
 
 
-def _learn(rule: Any, fields: Any, alpha: tuple[Any, Any], numbers: Sequence[Any], gate: Gate) -> Any:
-    """Predict the multipliers s of some blocks, then observe (u, n, last), in place. Returns s.
+def _learned(rule: Any, state: Any, alpha: tuple[Any, Any], numbers: Sequence[Any]) -> tuple[Any, Any]:
+    """The multipliers s of some blocks, and the learner's state after (u, n, last) of them.
 
     Args:
         rule: the learner.
-        fields: its state, a named tuple of tensors. Single numbers are learned as Python floats if the host may.
+        state: its state.
         alpha: before this update, and from this update on.
         numbers: (u, n, last) of the blocks.
-        gate: whether the update counts.
     """
-    state = type(fields)(*(x if x.dim() else gate.number(x) for x in fields))
     # The multiplier is taken before (u, n) are observed: it must not see the gradients that it scales.
     s = rule.predict(state, alpha[0])
     u, n, last = numbers
-    new = rule.observe(state, s, u, n, alpha[1], **({"last": last} if uses_hindsight(rule) else {}))
+    return s, rule.observe(state, s, u, n, alpha[1], **({"last": last} if uses_hindsight(rule) else {}))
+
+
+def _learn(rule: Any, state: Any, alpha: tuple[Any, Any], numbers: Sequence[Any], gate: Gate) -> Any:
+    """As :func:`_learned`; the new state is written to the tensors of the old one. Returns s."""
+    s, new = _learned(rule, state, alpha, numbers)
     # What a learner returns may be a field of its state: all are read before any is written to.
-    s, *new = (x.clone() if any(x is field for field in fields) else x for x in (s, *new))
-    for field, value in zip(fields, new, strict=True):
+    s, *new = (x.clone() if any(x is field for field in state) else x for x in (s, *new))
+    for field, value in zip(state, new, strict=True):
         chosen = gate.choose(value, field)
         field.copy_(chosen) if isinstance(chosen, Tensor) else field.fill_(chosen)
     return s

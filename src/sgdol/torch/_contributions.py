@@ -287,9 +287,13 @@ class Contributions:
         """
         layout, self._change = self.layout, None
         now, waits = [product(x, x) for x in grads], final and world.spread
-        # Ranks with pieces agree on whether they sum: a piece may be empty or 0, but a write is seen on all of them.
-        written = now != self._norms if not world.spread else final or self._versions != self._current_versions()
-        if not self._norms or (self._host and not written):
+        if not self._host:  # numbers of an accelerator are not compared
+            written = True
+        elif world.spread:  # ranks agree on whether they sum: a piece may be empty or 0, but a write is seen on all
+            written = final or self._versions != self._current_versions()
+        else:
+            written = now != self._norms
+        if not self._norms or not written:
             # A factor of -1 leaves the norm as it was, and matters only to what has a sign and is used with .grad.
             signed = (self._copies or self._turned) and not (final and self._metrics.euclidean)
             if not signed or layout.matches(self._samples, grads):
