@@ -159,13 +159,11 @@ class Contributions:
         """Remember ``.grad`` as a backward has left it."""
         grads = self.layout.gradients()
         self._samples, self._norms = self.layout.sample(grads), [product(x, x) for x in grads]
-        self._versions = self._current_versions()
+        self._versions = [] if self.layout.plain else self._current_versions()
 
     def _current_versions(self) -> list[int]:
         # Ids tell of another tensor in .grad, versions of a write in place. Writing to the local tensor of a DTensor
         # does not raise the version of the DTensor.
-        if self.layout.plain:
-            return []
         grads: list[Any] = [p.grad for p in self.layout.params if p.grad is not None]
         return [x for g in grads for x in (id(g), g._version, local(g)._version)]
 

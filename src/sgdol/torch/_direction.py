@@ -59,37 +59,37 @@ class Directions:
     """Makes directions of gradients, with the momenta that are kept in the optimizer's state.
 
     Args:
-        hindsight: whether the learner of a group uses <g_t, d_{t-1}>.
-        euclidean: whether the metric of a group is Euclid's.
-        world: gives the world that the optimizer is in.
+        groups: the parameter groups.
+        hindsight: returns whether the learner of a group uses <g_t, d_{t-1}>.
+        euclidean: returns whether the metric of a group is Euclid's.
     """
 
     def __init__(
         self,
+        groups: list[dict[str, Any]],
         hindsight: Callable[[dict[str, Any]], bool],
         euclidean: Callable[[dict[str, Any]], bool],
-        world: Callable[[], World],
     ) -> None:
-        self._hindsight, self._euclidean, self._world = hindsight, euclidean, world
+        self._kinds = {id(group): (hindsight(group), euclidean(group)) for group in groups}
 
     def keeps_direction(self, group: dict[str, Any]) -> bool:
         """True if state["direction"] holds d_t. Hindsight needs it unless momentum in Euclid's norm equals it."""
-        return self._hindsight(group) and not (uses_momentum(group) and self._euclidean(group))
+        hindsight, euclidean = self._kinds[id(group)]
+        return hindsight and not (uses_momentum(group) and euclidean)
 
-    def make(self, gradients: Gradients, updates: Any, gate: Gate) -> Direction:
+    def make(self, gradients: Gradients, updates: Any, gate: Gate, world: World) -> Direction:
         """The direction of the update after so many others. It moves the momenta on."""
         layout, g, pooled = gradients.layout, gate.finite(gradients.g), isinstance(gradients.n[0], float)
         betas = [float(group["momentum"]) for group in layout.groups]
-        if not all(0 <= beta < 1 for beta in betas):
+        if min(betas) < 0 or not max(betas) < 1:
             raise ValueError(f"momentum must be at least 0 and less than 1, parameter groups have {betas}")
-        momenta = [self._momentum(group, layout, gate) for group in layout.groups]
+        momenta = [self._momentum(*both, layout, gate) for both in zip(layout.groups, betas, strict=True)]
         rows = [
             _move_momentum(layout, e, gradients.operators[e], g[e], momenta[entry.group], gate, pooled)
             for e, entry in enumerate(layout.entries)
         ]
         d, scales, *columns = map(list, zip(*rows, strict=True))
         products = [layout.joined(column, pooled) for column in columns]
-        world = self._world()
         if world.spread and any(x is not None for column in products for x in column):
             totals = world.total(layout.params, torch.stack([layout.totals(column) for column in products]))
             products = [layout.with_totals(column, row) for column, row in zip(products, totals, strict=True)]
@@ -100,20 +100,20 @@ class Directions:
         ]
         return Direction(sections, d, scales, *map(list, zip(*statistics, strict=True)))
 
-    def _momentum(self, group: dict[str, Any], layout: Layout, gate: Gate) -> _Momentum:
+    def _momentum(self, group: dict[str, Any], beta: float, layout: Layout, gate: Gate) -> _Momentum:
+        asks, euclidean = self._kinds[id(group)]
         # In Euclid's norm d_{t-1} is the momentum, once that has moved: it has a weight then. A group that got its
         # momentum after the last update still has its d_{t-1} in the state.
-        moves, asks, keeps = uses_momentum(group), self._hindsight(group), self.keeps_direction(group)
-        in_state = asks and not (self._euclidean(group) and "momentum_weight" in group)
-        beta = float(group["momentum"])
+        moved = "momentum_weight" in group
+        moves, in_state = bool(beta) or moved, asks and not (euclidean and moved)
         before = after = 1.0
         if moves:
-            old = gate.number(as_number(group.get("momentum_weight", 0.0), layout.like))
+            old = gate.number(group["momentum_weight"].to(layout.like)) if moved else 0.0
             new = beta * old + (1 - beta)  # not 1 - beta^t: schedulers may change beta
-            group["momentum_weight"] = as_number(gate.choose(new, old), layout.like)
+            group["momentum_weight"] = as_number(gate.choose(new, as_number(old, layout.like)), layout.like)
             if group["bias_correction"]:
                 before, after = old, new
-        return _Momentum(moves, asks, keeps, in_state, gate.weight(1 - beta), before, after)
+        return _Momentum(moves, asks, asks and not (moves and euclidean), in_state, gate.weight(1 - beta), before, after)
 
 
 def _move_momentum(
@@ -131,8 +131,9 @@ def _move_momentum(
     if momentum.moves:
         m = layout.vector("momentum", e)
         if layout.entries[e].merged or layout.entries[e].coordinates:
-            cross = layout.number(e, m, operator.sharp(g), pooled)
-            d = operator.sharp(m.lerp_(g, momentum.weight))
+            cross = layout.number(e, m, g if operator.is_identity else operator.sharp(g), pooled)
+            m.lerp_(g, momentum.weight)
+            d = m if operator.is_identity else operator.sharp(m)
             square = layout.number(e, m, d, pooled)
         else:
             cross, d, square = operator.advance(m, g, momentum.weight)

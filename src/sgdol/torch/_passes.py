@@ -24,7 +24,7 @@ from sgdol.torch._contributions import RESHAPED, Contributions
 from sgdol.torch._metric import Metrics
 from sgdol.torch._rerun import RUNNING, Replay
 from sgdol.torch._vectors import Layout, sample
-from sgdol.torch._world import Finder, Listener, Tap, World, is_distributed, piece_of
+from sgdol.torch._world import Finder, Tap, World, is_distributed, piece_of
 
 __all__ = ["Passes"]
 
@@ -193,13 +193,13 @@ class Passes:
             )
 
     # While a backward runs --------------------------------------------------------------------------------------------
-    # The hooks call arrived, begun and reduced: see sgdol.torch._world.Listener.
 
     def arrived(self, index: int, gradient: Tensor) -> None:
         if gradient.layout != torch.strided:
             return
-        if graph_task() not in self._tasks:
-            self.begun(index)
+        task = graph_task()
+        if task not in self._tasks:
+            self._begin(task, index)
         if index not in self._rows:
             # A lazy parameter has got its shape since: it joins the layout, in the middle of its first backward.
             reached = [self.layout.params[i] for i in self._arrived]
@@ -329,6 +329,33 @@ def _kind_of_lazy(p: Tensor) -> Any:
 
 def is_dense(p: Tensor) -> bool:
     return p.grad is not None and p.grad.layout == torch.strided
+
+
+class Listener:
+    """Tells a recorder of the gradients of one parameter; does not keep it alive, because accumulators outlive it."""
+
+    __slots__ = ("_index", "_recorder")
+
+    def __init__(self, recorder: Any, index: int) -> None:
+        self._recorder, self._index = weakref.ref(recorder), index
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Hook in front of the accumulator: a backward is about to add a gradient of this rank alone to ``.grad``."""
+        recorder = self._recorder()
+        if recorder is not None and gradients[0] is not None:
+            recorder.arrived(self._index, gradients[0])
+
+    def begun(self, *_: Any) -> None:
+        """A backward is about to reach the parameter; its gradient will be known after :meth:`reduced`."""
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.begun(self._index)
+
+    def reduced(self, *_: Any) -> None:
+        """The gradient, averaged over the ranks, was added to ``.grad``."""
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.reduced(self._index)
 
 
 def outermost_engine_call() -> tuple[FrameType | None, bool]:

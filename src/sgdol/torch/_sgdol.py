@@ -325,7 +325,8 @@ class SGDOL(WatchingOptimizer):
         gate = Gate(gradients.squared, gradients.signal, self._host)
         if gate.skip:
             return self._skipped(totals)
-        direction = self._directions.make(gradients, gate.number(totals[0]), gate)
+        assert self._passes is not None
+        direction = self._directions.make(gradients, gate.number(totals[0]), gate, self._passes.world)
         learned = blocks.learn(direction, gradients.squared, gate)
         move(layout, direction.d, direction.scales, learned.etas, gate)
         if not self._metrics.euclidean:  # after the update: D of a step is made of the gradients before it
@@ -363,7 +364,9 @@ class SGDOL(WatchingOptimizer):
         catalogue = self._catalogue
         self._pair = HeldPair(self.param_groups, self.state, self._metrics, self._world)
         self._directions = Directions(
-            catalogue.uses_hindsight, lambda group: isinstance(catalogue.metric_of(group), Euclidean), self._world
+            self.param_groups,
+            catalogue.uses_hindsight,
+            lambda group: isinstance(catalogue.metric_of(group), Euclidean),
         )
 
     def _measured(self) -> Measured:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
-from sgdol.torch._world._alone import Alone, Listener, LocalSums, Tap, World
+from sgdol.torch._world._alone import Alone, LocalSums, Tap, World
 from sgdol.torch._world._ddp import DataParallel, Unwrapped, find_wrapper, wrappings
 from sgdol.torch._world._fsdp import Measured, Sharded
 from sgdol.torch._world._pieces import (
@@ -28,7 +28,6 @@ from sgdol.torch._world._pieces import (
 __all__ = [
     "ORDINARY",
     "Finder",
-    "Listener",
     "LocalSums",
     "Measured",
     "Tap",

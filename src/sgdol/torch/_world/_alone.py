@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -10,34 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Alone", "Listener", "LocalSums", "Tap", "World"]
-
-
-class Listener:
-    """Tells a recorder of the gradients of one parameter; does not keep it alive, because accumulators outlive it."""
-
-    __slots__ = ("_index", "_recorder")
-
-    def __init__(self, recorder: Any, index: int) -> None:
-        self._recorder, self._index = weakref.ref(recorder), index
-
-    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Hook in front of the accumulator: a backward is about to add a gradient of this rank alone to ``.grad``."""
-        recorder = self._recorder()
-        if recorder is not None and gradients[0] is not None:
-            recorder.arrived(self._index, gradients[0])
-
-    def begun(self, *_: Any) -> None:
-        """A backward is about to reach the parameter; its gradient will be known after :meth:`reduced`."""
-        recorder = self._recorder()
-        if recorder is not None:
-            recorder.begun(self._index)
-
-    def reduced(self, *_: Any) -> None:
-        """The gradient, averaged over the ranks, was added to ``.grad``."""
-        recorder = self._recorder()
-        if recorder is not None:
-            recorder.reduced(self._index)
+__all__ = ["Alone", "LocalSums", "Tap", "World"]
 
 
 class Tap:
@@ -108,8 +80,8 @@ class World:
     # For the user, once, when several backward passes are counted as independent gradients.
     warnings: tuple[str, ...] = ()
 
-    def tap(self, param: Tensor, listener: Listener) -> None:
-        """Call the listener for all gradients of a parameter that this world :meth:`reduces`."""
+    def tap(self, param: Tensor, listener: Any) -> None:
+        """Tell the listener (``_passes.Listener``) of all gradients of a parameter that this world :meth:`reduces`."""
 
     def reduces(self, param: Tensor) -> bool:
         """Whether ``.grad`` of this parameter is written by an engine, which may hold back what is not reduced yet."""

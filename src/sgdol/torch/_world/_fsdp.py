@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sgdol.torch._world._alone import Listener, LocalSums, Tap, World
+from sgdol.torch._world._alone import LocalSums, Tap, World
 from sgdol.torch._world._ddp import check_counts
 from sgdol.torch._world._pieces import is_sharded, local, placed_like, plain, whole
 
@@ -62,7 +62,7 @@ class Sharded(World):
         self._distributions = {p: _Distribution(_pieces(p), 0, 0, None) for p in params}
         self._modules = _owned_parameters({id(p) for p in params})
         self._managed = {p for owned in self._modules.values() for *_, p in owned}
-        self._listeners: dict[Tensor, Listener] = {}
+        self._listeners: dict[Tensor, Any] = {}
         self._leaves: dict[Tensor, Tap] = {}
         self._handles: list[Any] = []
         self._group: tuple[dist.ProcessGroup | None, int] | None = None
@@ -77,7 +77,7 @@ class Sharded(World):
             self._handles.append(module.register_forward_pre_hook(_on_forward(weakref.ref(self), owned)))
         weakref.finalize(self, _remove, self._handles, self._leaves)
 
-    def tap(self, param: Tensor, listener: Listener) -> None:
+    def tap(self, param: Tensor, listener: Any) -> None:
         # _leaf_found() taps the leaves that the parameter's module computes with.
         if param not in self._listeners and param.requires_grad:
             self._listeners[param] = listener
@@ -169,7 +169,7 @@ def _pieces(tensor: Tensor) -> int:
     return product
 
 
-def _arrival_hook(listener: Listener, leaf: Tensor, cut: list[tuple[int, int, int]] | None) -> Any:
+def _arrival_hook(listener: Any, leaf: Tensor, cut: list[tuple[int, int, int]] | None) -> Any:
     """Hook in front of a leaf's accumulator, which gives this rank's piece of each gradient to the listener."""
     owner = weakref.ref(leaf)  # weak: the leaf's accumulator has this hook
 
