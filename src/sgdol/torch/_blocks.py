@@ -95,7 +95,7 @@ class _Family:
 
     def learn(self, alpha: tuple[Any, Any], numbers: Sequence[Any], gate: Gate) -> Any:
         """The multiplier of each block; of a single block, a float if the host may read it."""
-        numbers = [self._sums(values, gate) for values in numbers]
+        numbers = [self._sums(x, gate) if isinstance(x, Tensor) else x for x in numbers]  # else a sum already, or None
         if len(self.blocks) > 1 or not gate.host:
             fields = self._table if len(self.blocks) > 1 else self._first
             return _learn(self.rule, self._state(*fields), alpha, numbers, gate)
@@ -104,9 +104,7 @@ class _Family:
         s, self._on_host[:] = _learned(self.rule, self._state(*self._on_host.tolist()), alpha, numbers)
         return s
 
-    def _sums(self, values: Any, gate: Gate) -> Any:
-        if not isinstance(values, Tensor):
-            return values  # a sum already, or None where the learner does not use hindsight
+    def _sums(self, values: Tensor, gate: Gate) -> Any:
         if len(self.blocks) == 1:
             return gate.number(values[self._rows].sum())
         return values.new_zeros(len(self.blocks)).index_add_(0, self._index, values[self._rows])
@@ -163,14 +161,12 @@ class Blocks:
         self._has_one_block = len(blocks) == 1
         self._numbered = len(numbered)
         self._arrays = [section for section in layout.sections if section.array]
-        self._options = self._options_now()
+        self._options = [(*map(group.get, BLOCKS), len(group["params"])) for group in groups]
         self._final_alphas: list[tuple[Any, Any]] | None = None  # what _move_alphas returns once all are known
 
     def serves(self, layout: Layout) -> bool:
-        return layout is self.layout and self._options == self._options_now()
-
-    def _options_now(self) -> list[tuple[Any, ...]]:
-        return [(*map(group.get, BLOCKS), len(group["params"])) for group in self._groups]
+        options = [(*map(group.get, BLOCKS), len(group["params"])) for group in self._groups]
+        return layout is self.layout and options == self._options
 
     def pooled(self) -> bool:
         """Whether sums over all tensors are all that is needed: there is one block, and no option differs by tensor."""
@@ -222,7 +218,10 @@ class Blocks:
     def _multipliers(self, direction: Direction, alphas: list[tuple[Any, Any]], gate: Gate) -> list[Any]:
         """The multipliers of each section: a number for all its parameters, or one of each; None of arrays."""
         sections, like = direction.sections, self.layout.like
-        numbers = [self._joined(sections, values) for values in (direction.u, direction.n, direction.last)]
+        numbers = [
+            values[0] if len(sections) == 1 else self._joined(sections, values)
+            for values in (direction.u, direction.n, direction.last)
+        ]
         found = [family.learn(alpha, numbers, gate) for family, alpha in zip(self._families, alphas, strict=False)]
         if self._has_one_block:
             return found * len(sections)
@@ -234,8 +233,6 @@ class Blocks:
 
     def _joined(self, sections: list[Section], values: list[Any]) -> Any:
         """The numbers of all sections but arrays; None if there are none."""
-        if len(sections) == 1:
-            return values[0]
         some = [(s, x) for s, x in zip(sections, values, strict=True) if not s.array]
         blank = self.layout.like.expand(self._numbered)
         known = any(x is not None for _, x in some)

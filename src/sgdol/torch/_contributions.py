@@ -206,29 +206,23 @@ class Contributions:
 
     def _kept(self, e: int, grad: Tensor, operator: Any, world: World, *, pooled: bool) -> Any:
         """P of an entry, or Q on several ranks, in the form of :meth:`Layout.number`."""
-        layout, entry, copies = self.layout, self.layout.entries[e], self._copies.get(e, [])
-        if copies:
-            turns, alone = operator.turns, world.alone
-            if turns:
-                copies = [operator.turned(c) for c in copies]
-            # S before each contribution, and at the end.
-            sums = list(accumulate(copies)) if turns or len(copies) > 2 else copies
-            if turns and alone and self._untouched:
-                operator.cache_turned(grad, sums[-1])
-            pairs = zip(sums, copies[1:], strict=False) if alone else zip(copies, copies, strict=True)
-            values = [
-                layout.number(e, a, operator.divided(b), pooled) if turns else layout.inner(e, a, b, operator, pooled)
-                for a, b in pairs
-            ]
-            if values:
-                return sum(values[1:], values[0]) * (2 if alone else 1)
-        elif e in self._measured:
+        layout, copies = self.layout, self._copies.get(e, [])
+        if operator.turns and copies:
+            copies = [operator.turned(c) for c in copies]
+            if world.alone and self._untouched:
+                operator.cache_turned(grad, sum(copies))
+        # In a single process each contribution but the first with the sum of those before it.
+        pairs = zip(copies[1:], accumulate(copies), strict=False) if world.alone else zip(copies, copies, strict=True)
+        values = [layout.number(e, s, c if operator.is_identity else operator.divided(c), pooled) for c, s in pairs]
+        if values:
+            return sum(values[1:], values[0]) * (2 if world.alone else 1)
+        if e in self._measured:
             return self._measured[e].sum().item() if pooled else self._measured[e]
         if pooled:
             return 0.0
-        if entry.coordinates:
-            return torch.zeros(entry.shape, dtype=layout.precision(e, grad), device=entry.device)
-        return layout.like.new_zeros(len(entry.sizes))
+        if layout.entries[e].coordinates:
+            return torch.zeros_like(grad, dtype=layout.precision(e, grad))
+        return layout.like.new_zeros(len(layout.entries[e].sizes))
 
     def _over_ranks(
         self, layout: Layout, world: World, n: Numbers, q: Numbers, sums: Tensor
