@@ -65,13 +65,7 @@ class Learned(NamedTuple):
 
 
 class _Family:
-    """The blocks of one learner, whose state is kept in their owners under ``learner.<field>``.
-
-    Args:
-        rule: the learner.
-        blocks: the blocks.
-        layout: the parameters.
-    """
+    """The blocks of one learner, the rule, whose state is kept in their owners under ``learner.<field>``."""
 
     def __init__(self, rule: Learner, blocks: list[Block], layout: Layout) -> None:
         self.rule, self.blocks = rule, blocks
@@ -241,16 +235,7 @@ class Blocks:
     def _learn_coordinates(
         self, section: Section, direction: Direction, i: int, rate: Any, alpha: tuple[Any, Any], gate: Gate
     ) -> Tensor:
-        """Write the step size of each coordinate over u, which saves an array; returns :func:`_sums`.
-
-        Args:
-            section: of the entry.
-            direction: d, u, n and last.
-            i: the index of the section.
-            rate: lr/(1 - beta).
-            alpha: before this update, and from this update on.
-            gate: whether the update counts.
-        """
+        """Write the step size of each coordinate of section i over u, which saves an array; returns :func:`_sums`."""
         (e,), rule = section.entries, self._learner_of(self.layout.groups[section.group])
         u, n, last = direction.u[i], direction.n[i], direction.last[i]
         fresh: Any = rule.initial(u.new_zeros(()))
@@ -320,13 +305,9 @@ class Blocks:
 
 
 def _learned(rule: Any, state: Any, alpha: tuple[Any, Any], numbers: Sequence[Any]) -> tuple[Any, Any]:
-    """The multipliers s of some blocks, and the learner's state after (u, n, last) of them.
+    """The multipliers s of some blocks, and the learner's state after their numbers (u, n, last).
 
-    Args:
-        rule: the learner.
-        state: its state.
-        alpha: before this update, and from this update on.
-        numbers: (u, n, last) of the blocks.
+    ``alpha`` is that before this update, and that from this update on.
     """
     # The multiplier is taken before (u, n) are observed: it must not see the gradients that it scales.
     s = rule.predict(state, alpha[0])

@@ -80,11 +80,9 @@ class Contributions:
         counts = dict(zip(other.layout.params, other.counts, strict=True))
         self.counts = [counts.get(p, n) for p, n in zip(self.layout.params, self.counts, strict=True)]
         self.distorted, self._untouched = other.distorted, False
-        earlier = {
-            tuple(map(id, other.layout.params[other.layout.rows(e)])): e for e in range(len(other.layout.entries))
-        }
+        earlier = {tuple(other.layout.params[other.layout.rows(e)]): e for e in range(len(other.layout.entries))}
         for e in range(len(self.layout.entries)):
-            old = earlier.get(tuple(map(id, self.layout.params[self.layout.rows(e)])))
+            old = earlier.get(tuple(self.layout.params[self.layout.rows(e)]))
             if old in other._copies:
                 self._copies[e] = other._copies[old]
             if old in other._measured:
@@ -106,9 +104,8 @@ class Contributions:
             self.forget()
             return False
         for e, entry in enumerate(self.layout.entries):
-            if world.alone and self.keeps_copies(e):
-                # The vector of several tensors is a copy already; that of one may be .grad itself.
-                before = grads[e] if len(entry.sizes) > 1 else grads[e].clone()
+            if world.alone and (entry.merged or (e not in self._copies and self.keeps_copies(e))):
+                before = self.layout.own(e, grads[e])
                 self._copies.setdefault(e, [before])  # the first contribution is .grad until now
                 if entry.merged:
                     self._before[e] = before
@@ -153,7 +150,7 @@ class Contributions:
             for e, entry in enumerate(self.layout.entries):
                 in_entry = list(map(arrived.get, range(entry.start, entry.stop)))
                 if any(c is not None for c in in_entry):
-                    self._copies.setdefault(e, []).append(self.layout.entry(in_entry, e, copy=True))
+                    self._copies.setdefault(e, []).append(self.layout.own(e, self.layout.entry(in_entry, e)))
 
     def take_snapshot(self) -> None:
         """Remember ``.grad`` as a backward has left it."""
@@ -227,15 +224,7 @@ class Contributions:
     def _over_ranks(
         self, layout: Layout, world: World, n: Numbers, q: Numbers, sums: Tensor
     ) -> tuple[Numbers, Numbers, Tensor]:
-        """(n, Q) over all ranks, in the scale of ``.grad``, and the sums of both for each tensor.
-
-        Args:
-            layout: the parameters that take part.
-            world: sums over ranks.
-            n: of this rank's pieces.
-            q: of this rank's contributions.
-            sums: of both for each tensor.
-        """
+        """(n, Q) over all ranks, in the scale of ``.grad``, and the sums of both for each tensor, from this rank's."""
         places = {p: i for i, p in enumerate(self.layout.params)}
         columns = [places.get(p, -1) for p in layout.params]  # -1 is a column of zeros: a parameter that is not watched
         rows = [self.layout.like.new_tensor([min(count, 1) for count in self.counts])]
@@ -265,17 +254,10 @@ class Contributions:
     # What happens to .grad --------------------------------------------------------------------------------------------
 
     def _follow(self, grads: Vector, world: World, *, final: bool = False) -> list[Any]:
-        """Multiply what is kept by ||S||^2 now over ||S||^2 at the end of the last backward.
+        """Multiply what is kept by ||S||^2 now over ||S||^2 at the end of the last backward. Returns that of each entry.
 
-        On ranks with pieces of tensors that ratio is known after the sum over ranks that ends the step.
-
-        Args:
-            grads: ``.grad``.
-            world: the world in which the backward passes run.
-            final: whether no other backward follows in this step.
-
-        Returns:
-            ||S||^2 of each entry.
+        ``final``: no other backward follows in this step. On ranks with pieces of tensors the ratio is then known after
+        the sum over ranks that ends the step.
         """
         layout, self._change = self.layout, None
         now, waits = [product(x, x) for x in grads], final and world.spread

@@ -113,7 +113,8 @@ class Directions:
             group["momentum_weight"] = as_number(gate.choose(new, as_number(old, layout.like)), layout.like)
             if group["bias_correction"]:
                 before, after = old, new
-        return _Momentum(moves, asks, asks and not (moves and euclidean), in_state, gate.weight(1 - beta), before, after)
+        keeps = asks and not (moves and euclidean)
+        return _Momentum(moves, asks, keeps, in_state, gate.weight(1 - beta), before, after)
 
 
 def _move_momentum(
@@ -154,13 +155,7 @@ def _statistics(
 ) -> tuple[Any, Any, Any]:
     """(u, n, last) as the learner takes them, of all tensors together, of each tensor, or of each coordinate.
 
-    Args:
-        group: the parameter group.
-        momentum: of the group.
-        products: what :func:`_move_momentum` returned.
-        u: the signal of the gradients.
-        n: their squared length.
-        updates: how many updates there have been.
+    ``products`` is what :func:`_move_momentum` returned; u and n are those of the gradients.
     """
     cross, square, last = products
     divisor = where(momentum.before > 0, momentum.before, 1.0)

@@ -71,12 +71,7 @@ class HeldPair:
         self.pending = True
 
     def take(self, layout: Layout, *, pooled: bool = False) -> Gradients:
-        """The pair of the held gradient and that of this step.
-
-        Args:
-            layout: the parameters that take part.
-            pooled: whether sums over all tensors are enough: numbers are then Python floats.
-        """
+        """The pair of the held gradient and that of this step; ``pooled`` as in :meth:`Layout.products`."""
         for i, p in enumerate(layout.params):
             held = self._state.get(p, {}).get("held_gradient")
             if held is not None and held.shape != p.shape:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -175,7 +176,6 @@ class Layout:
         self.groups = [group for group, params in zip(groups, members, strict=True) if params]
         self.places = [place for place, params in enumerate(members) if params]  # of self.groups in the optimizer's
         self.params: list[Tensor] = []
-        self.group_of: list[int] = []  # for each parameter the index of its group in self.groups
         self.entries: list[Entry] = []
         self._shapes: list[torch.Size] = []  # of this rank's real piece of each parameter
         for place, (group, of_group) in enumerate(zip(self.groups, filter(len, members), strict=True)):
@@ -184,7 +184,6 @@ class Layout:
                 sizes = [shape.numel() for shape in shapes]
                 self.params += params
                 self._shapes += shapes
-                self.group_of += [place] * len(params)
                 self.entries.append(
                     Entry(
                         start,
@@ -203,20 +202,19 @@ class Layout:
         self.like = torch.zeros((), device=device, dtype=scalar_dtype(device))  # a template for products and sums
         # The relative error of a squared norm is at most this.
         self.rounding = max((8 * torch.finfo(entry.dtype).eps for entry in self.entries), default=0.0)
+        # An entry whose coordinates have step sizes is a section by itself; the others of its group, if any, are too.
+        together = groupby(enumerate(self.entries), lambda pair: (pair[1].group, pair[1].coordinates and pair[0]))
         self.sections: list[Section] = []
-        for e, entry in enumerate(self.entries):
-            last = self.sections[-1] if self.sections else None
-            if last is not None and last.group == entry.group and not entry.coordinates:
-                last.entries.append(e)
-                self.sections[-1] = last._replace(params=last.params + len(entry.sizes))
-            else:
-                self.sections.append(Section(entry.group, [e], entry.coordinates, len(entry.sizes)))
+        for (group_of_section, _), pairs in together:
+            places, entries = zip(*pairs, strict=True)
+            count = sum(len(entry.sizes) for entry in entries)
+            self.sections.append(Section(group_of_section, list(places), entries[0].coordinates, count))
         self.everything = [Section(0, list(range(len(self.entries))), False, len(self.params))]
         self.plain = all(type(p) in ORDINARY and not p.is_complex() for p in self.params)
         self._kinds = list(map(_kind, self.params))
         self._vectors: dict[tuple[str, int], Tensor] = {}  # by name and entry
-        # Views of the parts of merged entries that live long, by id: hundreds of views would be made in each step.
-        self._parts: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        # Views of the parts of merged entries that live long: hundreds of views would be made in each step.
+        self._parts: dict[Tensor, list[Tensor]] = {}
         self._buffers: dict[int, Tensor] = {}
         self._precisions: dict[int, torch.dtype] = {}
         self._starts = [np.cumsum([0, *entry.sizes[:-1]]) for entry in self.entries]
@@ -235,27 +233,24 @@ class Layout:
 
         Read-only: merged entries are copies, but the entry of a large float32 tensor is that tensor itself.
         """
-        if len(self.entries) == 1:
-            return [self.entry(tensors, 0)]
         return [self.entry(tensors[entry.start : entry.stop], e) for e, entry in enumerate(self.entries)]
 
-    def entry(self, tensors: Sequence[Tensor | None], e: int, *, copy: bool = False) -> Tensor:
-        """Entry e of :meth:`gather`, from its own tensors; ``copy=True`` never shares memory with them."""
+    def entry(self, tensors: Sequence[Tensor | None], e: int) -> Tensor:
+        """Entry e of :meth:`gather`, from its own tensors."""
         entry = self.entries[e]
         pieces: Any = tensors
         if not self.plain or set(map(type, tensors)) != {Tensor}:
             pieces = [self._piece(tensor, entry.start + i) for i, tensor in enumerate(tensors)]
         if entry.merged:
-            x = torch._C._nn.flatten_dense_tensors(pieces)  # of a single tensor it is a view
-        else:
-            x = pieces[0] if pieces[0].dtype == entry.dtype else pieces[0].to(entry.dtype)
-        return x.clone() if copy and len(pieces) == 1 else x
+            return torch._C._nn.flatten_dense_tensors(pieces)  # of a single tensor it is a view
+        return pieces[0] if pieces[0].dtype == entry.dtype else pieces[0].to(entry.dtype)
+
+    def own(self, e: int, x: Tensor) -> Tensor:
+        # Entry e of a result of gather(), or a copy of it: that of a single tensor may share its memory.
+        return x if len(self.entries[e].sizes) > 1 else x.clone()
 
     def gradients(self) -> Vector:
-        params = self.params
-        return [
-            self.entry([p.grad for p in params[entry.start : entry.stop]], e) for e, entry in enumerate(self.entries)
-        ]
+        return self.gather([p.grad for p in self.params])
 
     def parameters(self) -> Vector:
         return self.gather([p.detach() for p in self.params])
@@ -268,8 +263,7 @@ class Layout:
         return self.copy(self.parameters())
 
     def copy(self, vector: Vector) -> Vector:
-        # Only entries of a single tensor can share its memory.
-        return [x if len(entry.sizes) > 1 else x.clone() for entry, x in zip(self.entries, vector, strict=True)]
+        return [self.own(e, x) for e, x in enumerate(vector)]
 
     def put(self, x: Iterable[Tensor]) -> None:
         # Entry by entry, so that of a generator only one is in memory at a time.
@@ -284,33 +278,27 @@ class Layout:
         return [real_view(local(p)) for p in self.params]
 
     def parts(self, e: int, x: Tensor, *, to_read: bool = False) -> list[Tensor]:
-        """Entry e of a vector cut into one part per parameter, each in the parameter's (real) shape.
+        """Entry x of a vector cut into one part per parameter, each in the parameter's (real) shape.
 
-        Args:
-            e: the index of the entry.
-            x: the entry of the vector.
-            to_read: True if the parts are read at once and never written to: they may then be views of a buffer that
-                the next call overwrites.
+        ``to_read=True`` if they are read at once and never written to: they may then be views of a buffer that the next
+        call overwrites.
         """
-        entry, cached = self.entries[e], self._parts.get(id(x))
+        entry = self.entries[e]
         if not entry.merged:
             return [x]
-        if cached is not None and cached[0] is x:  # an id may be that of another tensor by now
-            return cached[1]
+        if x in self._parts:
+            return self._parts[x]
         if not to_read or len(entry.sizes) == 1:
             return [part.view(self._shapes[entry.start + i]) for i, part in enumerate(x.split(entry.sizes))]
         buffer = self._buffers.get(e)
         if buffer is None or buffer.dtype != x.dtype:
             buffer = self._buffers[e] = torch.empty_like(x)
-            self._parts[id(buffer)] = buffer, self.parts(e, buffer)
-        return self._parts[id(buffer.copy_(x))][1]  # one copy is cheaper than hundreds of new views of x
+            self._parts[buffer] = self.parts(e, buffer)
+        return self._parts[buffer.copy_(x)]  # one copy is cheaper than hundreds of new views of x
 
     def sample(self, vector: Vector) -> Vector:
         """A copy of all numbers of merged entries and of about ``SAMPLE`` numbers of each large one."""
-        return [  # gather() has made a new tensor of several small ones already
-            x if len(entry.sizes) > 1 else x.clone() if entry.merged else sample(x)
-            for x, entry in zip(vector, self.entries, strict=True)
-        ]
+        return [self.own(e, x) if self.entries[e].merged else sample(x) for e, x in enumerate(vector)]
 
     def matches(self, sampled: Vector, vector: Vector) -> bool:
         entries = zip(sampled, vector, self.entries, strict=True)
@@ -343,10 +331,7 @@ class Layout:
     def vector(self, name: str, e: int, fill: Tensor | None = None) -> Tensor:
         """Entry e of the vector whose parts are ``state[p][name]``. After writing to it, call :meth:`store`.
 
-        Args:
-            name: the key in the state of each parameter.
-            e: the index of the entry.
-            fill: the initial value for parameters whose state has no such key, a number or an entry; None for 0.
+        Parameters whose state has no such key begin with ``fill``, a number or an entry; None for 0.
         """
         x = self._vectors.get((name, e))
         if x is None:
@@ -356,11 +341,7 @@ class Layout:
     def store(self, name: str, e: int, x: Tensor, draw: int = 0) -> None:
         """Write to the state what was done to ``x = vector(name, e)``: state in bfloat16 is not that memory.
 
-        Args:
-            name: of the vector.
-            e: the index of the entry.
-            x: what :meth:`vector` returned.
-            draw: another number for every time that the vector is stored in one step.
+        ``draw`` is another number for every time that the vector is stored in one step.
         """
         kept = self._vectors[name, e]
         if kept is not x:
@@ -383,7 +364,7 @@ class Layout:
         if fill is not None:
             x.copy_(fill)
         parts = self.parts(e, x)
-        self._parts[id(x)] = x, parts
+        self._parts[x] = parts
         for p, part, old in zip(self.params[self.rows(e)], parts, saved, strict=True):
             if old is not None:
                 part.copy_(real_view(local(old)))
@@ -412,11 +393,7 @@ class Layout:
     def number(self, e: int, x: Tensor, y: Tensor, pooled: bool = False) -> Any:
         """<x, y> of entry e: one number per tensor, or x y where every coordinate has a step size of its own.
 
-        Args:
-            e: the index of the entry.
-            x: the entry of a vector.
-            y: the entry of another vector.
-            pooled: True for the sum over all tensors of the entry, as a Python number.
+        ``pooled=True``: the sum over all tensors of the entry, as a Python number.
         """
         entry = self.entries[e]
         if pooled:
