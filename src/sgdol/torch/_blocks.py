@@ -198,14 +198,15 @@ class Blocks:
                 one = not isinstance(s, Tensor) or not s.dim()
                 sizes = [len(layout.entries[e].sizes) for e in section.entries]
                 etas += [rate * s] * len(sizes) if one else (rate * s).split(sizes)
-        if self._arrays:
+        if self._arrays:  # this rank's
             places = [i for i, section in enumerate(sections) if section.array]
             params = [layout.params[layout.entries[section.entries[0]].start] for section in self._arrays]
             table = self._world().total(params, torch.stack([rows[i] for i in places], dim=1))
             for i, row in zip(places, table.unbind(1), strict=True):
                 rows[i] = row
         rows = [row if isinstance(row, list) else row.tolist() if gate.host else row.unbind() for row in rows]
-        sums = [sum(rates[section.group] * row[i] for section, row in zip(sections, rows, strict=True)) for i in range(3)]
+        weights = [rates[section.group] for section in sections]
+        sums = [sum(rate * row[i] for rate, row in zip(weights, rows, strict=True)) for i in range(3)]
         shown = [lr * self._shown(place, sections, multipliers, rows, gate) for place, lr in enumerate(lrs)]
         return Learned(etas, shown, sums)
 

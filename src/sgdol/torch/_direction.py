@@ -21,7 +21,7 @@ from sgdol._numbers import where
 from sgdol.surrogate import momentum_signal
 from sgdol.torch._gradients import Gradients
 from sgdol.torch._update import Gate
-from sgdol.torch._vectors import Layout, Section, Vector, as_number
+from sgdol.torch._vectors import Layout, Section, Vector
 from sgdol.torch._world import World
 
 __all__ = ["Direction", "Directions", "uses_momentum"]
@@ -110,7 +110,7 @@ class Directions:
         if moves:
             old = gate.number(group["momentum_weight"].to(layout.like)) if moved else 0.0
             new = beta * old + (1 - beta)  # not 1 - beta^t: schedulers may change beta
-            group["momentum_weight"] = as_number(gate.choose(new, as_number(old, layout.like)), layout.like)
+            group["momentum_weight"] = gate.kept(new, old, layout.like)
             if group["bias_correction"]:
                 before, after = old, new
         keeps = asks and not (moves and euclidean)

@@ -30,7 +30,7 @@ from sgdol.torch._options import (
     unknown_in_group,
 )
 from sgdol.torch._update import Gate, move
-from sgdol.torch._vectors import Layout, as_number
+from sgdol.torch._vectors import Layout
 from sgdol.torch._world import Measured
 
 __all__ = ["SGDOL"]
@@ -345,8 +345,7 @@ class SGDOL(WatchingOptimizer):
         first["totals"] = new if gate.host else gate.choose(new, diagnostics.skipped(totals))
         first["gradients"] = k
         for group, value in zip(layout.groups, learned.step_sizes, strict=True):
-            shown = as_number(value, layout.like)
-            group["step_size"] = shown if gate.host else gate.choose(shown, as_number(group["step_size"], shown))
+            group["step_size"] = gate.kept(value, group["step_size"], layout.like)
         share(self.param_groups)
         # u = n means that the gradients were equal: squared and signal are the sums of n and u.
         if gate.host and gate.squared > 0 and abs(gate.squared - gate.signal) <= layout.rounding * gate.squared:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgdol.torch._vectors import Layout, Vector
+from sgdol.torch._vectors import Layout, Vector, as_number
 
 __all__ = ["Gate", "move", "move_tensors"]
 
@@ -46,6 +46,11 @@ class Gate:
 
     def choose(self, new: Any, old: Any) -> Any:
         return new if self.host else torch.where(self.ok, new, old)
+
+    def kept(self, new: Any, old: Any, like: Tensor) -> Tensor:
+        """What is to be kept of a single number, as a tensor of the type of ``like``."""
+        new = as_number(new, like)
+        return new if self.host else torch.where(self.ok, new, as_number(old, like))
 
     def weight(self, value: Any, otherwise: float = 0.0) -> Any:
         """The value if the update counts; else ``otherwise``, with which nothing moves."""
