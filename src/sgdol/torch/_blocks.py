@@ -75,15 +75,10 @@ class _Family:
         initial: Any = rule.initial(layout.like)
         self._state, keys = type(initial), [f"learner.{name}" for name in initial._fields]
         # One tensor of shape (fields, blocks); what stands in the owners is views of it.
-        self._table = torch.stack(
-            [
-                torch.stack([as_number(block.owner.get(key, value), layout.like) for block in blocks])
-                for key, value in zip(keys, initial, strict=True)
-            ]
-        )
-        for key, field in zip(keys, self._table, strict=True):
+        self._table = layout.like.new_zeros(len(keys), len(blocks))
+        for key, value, field in zip(keys, initial, self._table, strict=True):
             for block, number in zip(blocks, field.unbind(), strict=True):
-                block.owner[key] = number
+                block.owner[key] = number.copy_(as_number(block.owner.get(key, value), number))
         self._first = self._table[:, 0]
         self._on_host: Any = None  # the same memory as a numpy array, which is faster with so few numbers
 

@@ -254,7 +254,7 @@ class Contributions:
     # What happens to .grad --------------------------------------------------------------------------------------------
 
     def _follow(self, grads: Vector, world: World, *, final: bool = False) -> list[Any]:
-        """Multiply what is kept by ||S||^2 now over ||S||^2 when the last backward ended. Returns ||S||^2 of each entry.
+        """Multiply what is kept by ||S||^2 now over ||S||^2 when the last backward ended; returns that of each entry.
 
         ``final``: no other backward follows in this step. On ranks with pieces of tensors the ratio is then known after
         the sum over ranks that ends the step.

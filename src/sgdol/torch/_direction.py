@@ -90,10 +90,11 @@ class Directions:
         ]
         d, scales, *columns = map(list, zip(*rows, strict=True))
         products = [layout.joined(column, pooled) for column in columns]
-        if world.spread and any(x is not None for column in products for x in column):
+        sections = layout.everything if pooled else layout.sections
+        shared = [i for i, section in enumerate(sections) if not section.array]  # arrays are of this rank's coordinates
+        if world.spread and any(column[i] is not None for column in products for i in shared):
             totals = world.total(layout.params, torch.stack([layout.totals(column) for column in products]))
             products = [layout.with_totals(column, row) for column, row in zip(products, totals, strict=True)]
-        sections = layout.everything if pooled else layout.sections
         statistics = [
             _statistics(layout.groups[section.group], momenta[section.group], products_of_section, u, n, updates)
             for section, *products_of_section, u, n in zip(sections, *products, gradients.u, gradients.n, strict=True)
