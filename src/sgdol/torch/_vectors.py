@@ -419,7 +419,7 @@ class Layout:
         self,
         a: Vector,
         b: Vector,
-        operators: Sequence[Any] | None = None,
+        operators: Sequence[Any],
         *,
         known: Sequence[Any] = (),
         pooled: bool = False,
@@ -429,23 +429,22 @@ class Layout:
         Args:
             a: a vector.
             b: another vector.
-            operators: D of each entry (:mod:`sgdol.torch._operators`); None for D = 1.
+            operators: D of each entry (:mod:`sgdol.torch._operators`).
             known: <a, b> of each entry, a sum over its tensors, if the caller has it already.
             pooled: True for the sum over all tensors, as a Python number.
         """
         values = []
         for e, entry in enumerate(self.entries):
-            operator = None if operators is None or operators[e].is_identity else operators[e]
-            if operator is not None or not known or not (pooled or entry.alone):
-                values.append(self.inner(e, a[e], b[e], operator, pooled))
-            else:
+            if known and operators[e].is_identity and (pooled or entry.alone):
                 values.append(known[e] if pooled else as_number(known[e], self.like).reshape(1))
+            else:
+                values.append(self.inner(e, a[e], b[e], operators[e], pooled))
         return self.joined(values, pooled)
 
-    def inner(self, e: int, a: Tensor, b: Tensor, operator: Any = None, pooled: bool = False) -> Any:
-        """<a, D^-1 b> of entry e in the form of :meth:`number`; ``operator`` is D, or None for 1."""
+    def inner(self, e: int, a: Tensor, b: Tensor, operator: Any, pooled: bool = False) -> Any:
+        # <a, D^-1 b> of entry e in the form of number().
         entry = self.entries[e]
-        if operator is None or operator.is_identity:
+        if operator.is_identity:
             return self.number(e, a, b, pooled)
         if entry.alone:
             value = operator.inner(a, b)
