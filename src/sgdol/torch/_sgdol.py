@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Never
 
 import torch
@@ -401,10 +402,8 @@ class SGDOL(WatchingOptimizer):
         Raises:
             ValueError: if it was saved by another configuration (estimator, granularity, learner, metric or alpha).
         """
-        checkpoint.load(self, super().load_state_dict, state_dict, self._refuse_another, self._loaded)
-
-    def _refuse_another(self, state_dict: dict[str, Any]) -> None:
-        checkpoint.refuse_another_configuration(state_dict, self.param_groups, LEARNED_WITH)
+        check = partial(checkpoint.refuse_another_configuration, groups=self.param_groups, names=LEARNED_WITH)
+        checkpoint.load(self, super().load_state_dict, state_dict, check, self._loaded)
 
     def _loaded(self) -> None:
         self._assemble()

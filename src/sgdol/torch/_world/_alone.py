@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-__all__ = ["Alone", "LocalSums", "Tap", "World"]
+__all__ = ["LocalSums", "Tap", "World"]
 
 
 class Tap:
@@ -109,6 +109,3 @@ class World:
 
     def reshard(self) -> None:
         """To be called after writing to the parameters: engines drop the copies that they have of them."""
-
-
-Alone = World
