@@ -154,7 +154,8 @@ class Passes:
     def _end_pass(self) -> None:
         self._engine_call: Any = None  # the frame of the outermost engine call; True if there is a pass but no frame
         self._tasks: set[int] = set()  # graph tasks that have not ended
-        self._to_measure: set[int] = set()  # rows of the parameters whose contributions are measured or copied
+        self._to_measure: set[int] = set()  # rows of the parameters whose contributions _measure() looks at
+        self._keeps = False  # whether the others are kept until the pass ends
         self._arrived: dict[int, Tensor | None] = {}  # by row: contributions that are to be copied; None for others
         self._measured: dict[int, Tensor] = {}  # by entry: what contributions to large tensors add to P or Q
         self._before: dict[int, Tensor] = {}  # .grad of sharded tensors before this backward
@@ -213,7 +214,7 @@ class Passes:
             # DistributedDataParallel would overwrite it.
             self._measure(row, gradient.detach() if gradient.requires_grad else gradient)
         else:
-            self._arrived[row] = None
+            self._arrived[row] = gradient if self._keeps else None
 
     def begun(self, index: int) -> None:
         task = graph_task()
@@ -270,6 +271,8 @@ class Passes:
                 self.finish()
                 self._engine_call = call or True  # finish() has reset it
             self._start(index)
+        elif self._keeps:  # reentrant segments may bring several gradients to a parameter
+            self._to_measure = set(range(len(self.layout.params)))
         self._tasks.add(task)
         close: Callable[[], None] = lambda: self._task_ended(task, is_inner)  # noqa: E731
         if not self.world.alone:
@@ -290,10 +293,11 @@ class Passes:
                 first: Any = params[self._rows.get(index, 0)]
                 self.left_over = is_dense(first) and first.is_cpu and bool(piece_of(first.grad.detach(), first).any())
         self.origins.append(RUNNING.get(self._thread))
-        if not world.alone or (again and any(map(_user_hooks, params))):
+        if world.spread or (again and any(map(_user_hooks, params))):
             self._to_measure = set(range(len(params)))
-        elif again:
+        elif again or not world.alone:
             self._to_measure = self._large_rows
+        self._keeps = not world.alone
         if world.spread:
             for i, p in enumerate(params):
                 if p.grad is not None and world.reduces(p) and not world.waits(p):
