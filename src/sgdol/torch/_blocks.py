@@ -19,7 +19,8 @@ from torch import Tensor
 
 from sgdol._numbers import ratio, sqrt
 from sgdol.learners import Learner, uses_hindsight
-from sgdol.surrogate import loss
+from sgdol.summary import RECENT
+from sgdol.torch._diagnostics import KEPT
 from sgdol.torch._direction import Direction
 from sgdol.torch._update import Gate
 from sgdol.torch._vectors import Layout, Section, as_number, pieces, size
@@ -61,14 +62,14 @@ class Learned(NamedTuple):
 
     etas: list[Any]  # by entry: a number, a number per tensor of a merged entry, or an array like the entry
     step_sizes: list[Any]  # one number to show for each group of the layout
-    sums: list[Any]  # of the surrogate loss, of u and of n
+    totals: Tensor  # the running sums after this update (sgdol.torch._diagnostics.ROWS)
 
 
 class _Family:
     """The blocks of one learner, the rule, whose state is kept in their owners under ``learner.<field>``."""
 
     def __init__(self, rule: Learner, blocks: list[Block], layout: Layout) -> None:
-        self.rule, self.blocks = rule, blocks
+        self.rule, self.blocks, self._hindsight = rule, blocks, uses_hindsight(rule)
         rows = [row for block in blocks for row in block.rows]
         index = [i for i, block in enumerate(blocks) for _ in block.rows]
         self._rows, self._index = (torch.tensor(x, device=layout.like.device) for x in (rows, index))
@@ -84,6 +85,7 @@ class _Family:
 
     def learn(self, alpha: tuple[Any, Any], numbers: Sequence[Any], gate: Gate) -> Any:
         """The multiplier of each block; of a single block, a float if the host may read it."""
+        numbers = numbers if self._hindsight else [*numbers[:2], None]
         numbers = [self._sums(x, gate) if isinstance(x, Tensor) else x for x in numbers]  # else a sum already, or None
         if len(self.blocks) > 1 or not gate.host:
             fields = self._table if len(self.blocks) > 1 else self._first
@@ -166,18 +168,19 @@ class Blocks:
 
     # One update -------------------------------------------------------------------------------------------------------
 
-    def learn(self, direction: Direction, squared: Any, gate: Gate) -> Learned:
+    def learn(self, direction: Direction, squared: Any, totals: Tensor, gate: Gate) -> Learned:
         """eta_t = s_t lr/(1 - beta): predict the multipliers s_t of all blocks, then observe (u_t, n_t, last).
 
         Args:
             direction: d, u, n and last.
             squared: ||g||^2, of which alpha is made in the first update.
+            totals: the running sums before this update.
             gate: whether the update counts.
         """
         layout, groups, sections = self.layout, self.layout.groups, direction.sections
         lrs = [g["lr"] if isinstance(g["lr"], float) else gate.number(g["lr"]) for g in groups]
         rates = [lr / (1 - group["momentum"]) for lr, group in zip(lrs, groups, strict=True)]
-        alphas = self._move_alphas(squared, gate)
+        alphas = self._final_alphas or self._move_alphas(squared, gate)
         multipliers = self._multipliers(direction, alphas, gate)
         arrays = iter(alphas[len(self._families) :])
         etas: list[Any] = []
@@ -203,7 +206,7 @@ class Blocks:
         weights = [rates[section.group] for section in sections]
         sums = [sum(rate * row[i] for rate, row in zip(weights, rows, strict=True)) for i in range(3)]
         shown = [lr * self._shown(place, sections, multipliers, rows, gate) for place, lr in enumerate(lrs)]
-        return Learned(etas, shown, sums)
+        return Learned(etas, shown, _added(totals, sums))
 
     def _multipliers(self, direction: Direction, alphas: list[tuple[Any, Any]], gate: Gate) -> list[Any]:
         """The multipliers of each section: a number for all its parameters, or one of each; None of arrays."""
@@ -242,7 +245,8 @@ class Blocks:
         sums = []
         # Piece by piece, so that what is computed of a coordinate stays in the cache.
         for u_, n_, d_, last_, *state in pieces([u, n, direction.d[e], u if last is None else last, *fields]):
-            s = as_number(_learn(rule, type(fresh)(*state), alpha, (u_, n_, last_), gate), u_).expand_as(u_)
+            numbers = u_, n_, None if last is None else last_
+            s = as_number(_learn(rule, type(fresh)(*state), alpha, numbers, gate), u_).expand_as(u_)
             sums.append(_sums(s, u_, n_, d_.to(u.dtype).square()))
             torch.mul(s, rate, out=u_)
         return torch.stack(sums).to(self.layout.like).sum(0)
@@ -263,8 +267,6 @@ class Blocks:
 
         The learner predicts with the one and observes with the other: with alpha=None they differ in the first update.
         """
-        if self._final_alphas is not None:
-            return self._final_alphas
         before = self._alphas(gate)
         self._learn_alpha(squared, gate)
         after = self._alphas(gate)
@@ -303,12 +305,12 @@ class Blocks:
 def _learned(rule: Any, state: Any, alpha: tuple[Any, Any], numbers: Sequence[Any]) -> tuple[Any, Any]:
     """The multipliers s of some blocks, and the learner's state after their numbers (u, n, last).
 
-    ``alpha`` is that before this update, and that from this update on.
+    ``alpha`` is that before this update, and that from this update on; last is None for a learner without hindsight.
     """
     # The multiplier is taken before (u, n) are observed: it must not see the gradients that it scales.
     s = rule.predict(state, alpha[0])
     u, n, last = numbers
-    return s, rule.observe(state, s, u, n, alpha[1], **({"last": last} if uses_hindsight(rule) else {}))
+    return s, rule.observe(state, s, u, n, alpha[1], **({} if last is None else {"last": last}))
 
 
 def _learn(rule: Any, state: Any, alpha: tuple[Any, Any], numbers: Sequence[Any], gate: Gate) -> Any:
@@ -325,11 +327,22 @@ def _learn(rule: Any, state: Any, alpha: tuple[Any, Any], numbers: Sequence[Any]
 def _sums(s: Any, u: Any, n: Any, lengths: Any) -> Any:
     """Sums of the surrogate loss, of u, of n, of the squared lengths, and of s^2 times these: floats or a tensor."""
     if isinstance(u, float):
-        return [loss(s, u, n, 1.0), u, n, lengths, s * s * lengths]
+        return [s * s * n / 2 - s * u, u, n, lengths, s * s * lengths]
     s, u, n, lengths = (x.reshape(-1) for x in (as_number(s, u).expand_as(u), u, n, lengths))
     squares = s * s
     losses = torch.dot(squares, n) / 2 - torch.dot(s, u)
     return torch.stack([losses, u.sum(), n.sum(), lengths.sum(), torch.dot(squares, lengths)])
+
+
+def _added(totals: Tensor, sums: list[Any]) -> Tensor:
+    """The totals after one more update, with these sums of the surrogate loss, of u and of n."""
+    _, signal, length = sums
+    row = [1.0, 0.0, *sums, (1 - RECENT) * signal, (1 - RECENT) * length]
+    if isinstance(signal, Tensor):
+        return totals * totals.new_tensor(KEPT) + torch.stack([torch.as_tensor(x).to(totals) for x in row])
+    # In place, with Python's numbers: they are faster.
+    totals.numpy()[:] = [share * old + new for share, old, new in zip(KEPT, totals.tolist(), row, strict=True)]
+    return totals
 
 
 def _representable(alpha: Any, dtype: torch.dtype) -> Any:
@@ -341,8 +354,6 @@ def _representable(alpha: Any, dtype: torch.dtype) -> Any:
 def share(groups: list[dict[str, Any]]) -> None:
     """Copy what belongs to several groups from the first of them to all, so that none can be saved without it."""
     first = groups[0]
-    if len(groups) == 1:
-        return
     for group in groups[1:]:
         for key in ("totals", "gradients", "pending", "unit"):
             if key in first:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from sgdol.torch._gradients import Gradients
 from sgdol.torch._metric import Metrics
+from sgdol.torch._operators import IDENTITY, Operators
 from sgdol.torch._vectors import Layout, Numbers, Vector, as_number, product
 from sgdol.torch._world import LocalSums, World, local
 
@@ -52,6 +53,7 @@ class Contributions:
 
     def __init__(self, layout: Layout, metrics: Metrics) -> None:
         self.layout, self._metrics = layout, metrics
+        self._identity = Operators([IDENTITY] * len(layout.entries)) if metrics.identity else None
         # Numbers of an accelerator are not read: that would wait for it.
         self._host = all(entry.device.type == "cpu" for entry in layout.entries)
         self.thrown_away = False  # True if gradients of passes were set to 0 before they were used
@@ -99,7 +101,7 @@ class Contributions:
         if self.layout.reshaped() is not None:
             raise RuntimeError(RESHAPED)
         grads = self.layout.gradients()
-        self._follow(grads, world)
+        self._follow(grads, [product(x, x) for x in grads], world)
         if not any(self.counts):  # they were set to 0
             self.forget()
             return False
@@ -131,13 +133,16 @@ class Contributions:
             value = layout.number(e, s if before is not None else c, operator.divided(c))
         return value if before is None else 2 * value
 
-    def add(self, arrived: dict[int, Tensor | None], measured: dict[int, Tensor]) -> None:
+    def add(self, arrived: dict[int, Tensor | None], measured: dict[int, Tensor], *, ends_now: bool) -> None:
         """Add the contributions of a pass.
 
         Args:
             arrived: those that are to be copied, by tensor; None for others.
             measured: what :meth:`measure` returned, by entry.
+            ends_now: False if ``.grad`` may have been changed since the pass ended.
         """
+        if ends_now:
+            self.take_snapshot()
         self.is_empty = False
         for i in arrived:
             self.counts[i] += 1
@@ -176,9 +181,10 @@ class Contributions:
         """
         watched, metrics = self.layout, self._metrics
         grads = watched.gradients()
-        norms = self._follow(grads, world, final=True)
+        norms = [product(x, x) for x in grads]
+        self._follow(grads, norms, world, final=True)
         k = max([*self.counts, 1]) * world.ranks
-        operators = metrics.operators(watched, grads, layout.params)
+        operators = self._identity or metrics.operators(watched, grads, layout.params)
         if world.alone and self._untouched:
             for e, turned in self._turned.items():
                 operators[e].cache_turned(grads[e], turned)
@@ -253,14 +259,13 @@ class Contributions:
 
     # What happens to .grad --------------------------------------------------------------------------------------------
 
-    def _follow(self, grads: Vector, world: World, *, final: bool = False) -> list[Any]:
-        """Multiply what is kept by ||S||^2 now over ||S||^2 when the last backward ended; returns that of each entry.
+    def _follow(self, grads: Vector, now: list[Any], world: World, *, final: bool = False) -> None:
+        """Multiply what is kept by ||S||^2 ``now``, of each entry, over ||S||^2 when the last backward ended.
 
         ``final``: no other backward follows in this step. On ranks with pieces of tensors the ratio is then known after
         the sum over ranks that ends the step.
         """
         layout, self._change = self.layout, None
-        now, waits = [product(x, x) for x in grads], final and world.spread
         if not self._host:  # numbers of an accelerator are not compared
             written = True
         elif world.spread:  # ranks agree on whether they sum: a piece may be empty or 0, but a write is seen on all
@@ -271,7 +276,7 @@ class Contributions:
             # A factor of -1 leaves the norm as it was, and matters only to what has a sign and is used with .grad.
             signed = (self._copies or self._turned) and not (final and self._metrics.euclidean)
             if not signed or layout.matches(self._samples, grads):
-                return now
+                return
         samples, rows = layout.sample(grads), []
         for e, (old, new) in enumerate(zip(self._samples, samples, strict=True)):
             a, b = old.to(layout.like.dtype), new.to(layout.like.dtype)
@@ -288,8 +293,8 @@ class Contributions:
         self._turned = {}
         if self._host:  # not a multiple of what it was, by cos^2 of the angle
             self.distorted |= bool(((cross.square() < (1 - DISTORTED) * a * b) | ((a == 0) & (b > 0))).any())
-        if waits:
-            return now
+        if final and world.spread:
+            return
         ratio = _ratio(before, after)
         factor = torch.where(cross < 0, -1, 1) * ratio.sqrt()
         for e, entry in enumerate(layout.entries):
@@ -305,7 +310,6 @@ class Contributions:
             if any(gone):
                 self.thrown_away = True
                 self.counts = [0 if away else n for n, away in zip(self.counts, gone, strict=True)]
-        return now
 
     def multiplied(self) -> tuple[float, bool]:
         """The factor on ``.grad`` between the last backward and :meth:`take`; whether it was the same for all tensors.

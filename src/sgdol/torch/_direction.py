@@ -47,7 +47,7 @@ class _Momentum(NamedTuple):
     keeps: bool  # whether d_t is to be written to state["direction"]
     in_state: bool  # whether d_{t-1} is there; else it is the momentum, divided by `before`
     weight: Any  # of the gradient: 1 - beta
-    before: Any  # what d_{t-1} was divided by
+    before: Any  # what d_{t-1} was divided by; 1 before the first update
     after: Any  # what d_t is divided by
 
 
@@ -79,7 +79,7 @@ class Directions:
 
     def make(self, gradients: Gradients, updates: Any, gate: Gate, world: World) -> Direction:
         """The direction of the update after so many others. It moves the momenta on."""
-        layout, g, pooled = gradients.layout, gate.finite(gradients.g), isinstance(gradients.n[0], float)
+        layout, g, pooled = gradients.layout, gradients.g, isinstance(gradients.n[0], float)
         betas = [float(group["momentum"]) for group in layout.groups]
         if min(betas) < 0 or not max(betas) < 1:
             raise ValueError(f"momentum must be at least 0 and less than 1, parameter groups have {betas}")
@@ -113,7 +113,7 @@ class Directions:
             new = beta * old + (1 - beta)  # not 1 - beta^t: schedulers may change beta
             group["momentum_weight"] = gate.kept(new, old, layout.like)
             if group["bias_correction"]:
-                before, after = old, new
+                before, after = where(old > 0, old, 1.0), new
         keeps = asks and not (moves and euclidean)
         return _Momentum(moves, asks, keeps, in_state, gate.weight(1 - beta), before, after)
 
@@ -159,16 +159,15 @@ def _statistics(
     ``products`` is what :func:`_move_momentum` returned; u and n are those of the gradients.
     """
     cross, square, last = products
-    divisor = where(momentum.before > 0, momentum.before, 1.0)
     if last is not None and not momentum.in_state:
-        last = last / divisor
+        last = last / momentum.before
     if group["epoch"] is not None:
         # The product of two gradients of an epoch of T updates is too low by (n - u)/T, because a sample drawn for one
         # cannot be drawn for the other. After j updates of it, the momentum has 1 - beta^j of its weight from it.
         low = (n - u) / group["epoch"]
         u = u + low
         low = low * (1 - float(group["momentum"]) ** (updates % group["epoch"]))
-        cross, last = (None if x is None else x + y for x, y in ((cross, low), (last, low / divisor)))
+        cross, last = (None if x is None else x + y for x, y in ((cross, low), (last, low / momentum.before)))
     if momentum.moves and group["statistics"] != "gradient":
         beta, w = float(group["momentum"]), momentum.after
         u, n = momentum_signal(cross, u, beta, w), square / (w * w)

@@ -89,6 +89,7 @@ class Metrics:
                     'use metric="rms", which works on pieces'
                 )
         self.euclidean = not self._kinds  # whether D = 1 up to rho of the groups
+        self.identity = self.euclidean and ratios is None  # whether D = 1
         self._kind_of = {id(p): kind for kind in self._kinds for p in kind.params}
         self._update_in(None)
 

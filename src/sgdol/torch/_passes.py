@@ -106,8 +106,7 @@ class Passes:
         }
         with torch.no_grad():
             if reached:
-                self.contributions.add(reached, {})
-                self.contributions.take_snapshot()
+                self.contributions.add(reached, {}, ends_now=True)
             if earlier is not None and any(earlier.contributions.counts):
                 earlier.finish()
                 self._after_step, self.world, self.origins = earlier._after_step, earlier.world, earlier.origins
@@ -310,11 +309,12 @@ class Passes:
         self._tasks.remove(task)  # the gradients of all ranks are averaged now
         # Also after an inner task: if the outermost one reaches no parameter itself, no callback tells of its end, and
         # the user may change .grad after it.
-        self.contributions.take_snapshot()
-        if not is_inner:
-            self._close()
+        if is_inner:
+            self.contributions.take_snapshot()
+        else:
+            self._close(ends_now=True)
 
-    def _close(self) -> None:
+    def _close(self, *, ends_now: bool = False) -> None:
         """A pass has ended: what arrived is a contribution to each tensor that it has reached."""
         for i, expected in self._expected.items():
             p: Any = self.layout.params[i]
@@ -324,7 +324,7 @@ class Passes:
             )
         arrived, measured = self._arrived, self._measured
         self._end_pass()
-        self.contributions.add(arrived, measured)
+        self.contributions.add(arrived, measured, ends_now=ends_now)
 
 
 def _kind_of_lazy(p: Tensor) -> Any:

@@ -312,12 +312,14 @@ class SGDOL(WatchingOptimizer):
         gate = Gate(gradients.squared, gradients.signal, self._host)
         if gate.skip:
             return self._skipped(totals)
+        if not gate.host:
+            gradients = gradients._replace(g=gate.finite(gradients.g))
         assert self._passes is not None
         direction = self._directions.make(gradients, gate.number(totals[0]), gate, self._passes.world)
-        learned = blocks.learn(direction, gradients.squared, gate)
+        learned = blocks.learn(direction, gradients.squared, totals, gate)
         move(layout, direction.d, direction.scales, learned.etas, gate)
         if not self._metrics.euclidean:  # after the update: D of a step is made of the gradients before it
-            self._metrics.observe(layout, gate.finite(gradients.g), gate)
+            self._metrics.observe(layout, gradients.g, gate)
         return self._record(layout, learned, totals, gradients.k, gate)
 
     def _skipped(self, totals: Tensor) -> None:
@@ -328,12 +330,12 @@ class SGDOL(WatchingOptimizer):
 
     def _record(self, layout: Layout, learned: Learned, totals: Tensor, k: int, gate: Gate) -> None:
         first = self.param_groups[0]
-        new = diagnostics.added(totals, learned.sums)
-        first["totals"] = new if gate.host else gate.choose(new, diagnostics.skipped(totals))
+        first["totals"] = learned.totals if gate.host else gate.choose(learned.totals, diagnostics.skipped(totals))
         first["gradients"] = k
         for group, value in zip(layout.groups, learned.step_sizes, strict=True):
             group["step_size"] = gate.kept(value, group["step_size"], layout.like)
-        share(self.param_groups)
+        if len(self.param_groups) > 1:
+            share(self.param_groups)
         # u = n means that the gradients were equal: squared and signal are the sums of n and u.
         if gate.host and gate.squared > 0 and abs(gate.squared - gate.signal) <= layout.rounding * gate.squared:
             self._warnings.identical()

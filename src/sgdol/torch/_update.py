@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgdol.torch._vectors import Layout, Vector, as_number
+from sgdol.torch._vectors import Layout, Vector
 
 __all__ = ["Gate", "move", "move_tensors"]
 
@@ -48,8 +48,8 @@ class Gate:
 
     def kept(self, new: Any, old: Any, like: Tensor) -> Tensor:
         """What is to be kept of a single number, as a tensor of the type of ``like``."""
-        new = as_number(new, like)
-        return new if self.host else torch.where(self.ok, new, as_number(old, like))
+        new, old = (torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in (new, old))
+        return new if self.host else torch.where(self.ok, new, old)
 
     def weight(self, value: Any, otherwise: float = 0.0) -> Any:
         """The value if the update counts; else ``otherwise``, with which nothing moves."""
@@ -59,9 +59,8 @@ class Gate:
         return torch.where(self.ok, wide, otherwise)
 
     def finite(self, vector: Vector) -> Vector:
-        """The vector if the update counts, else 0: a weight of 0 would leave 0 times infinity, which is nan."""
-        if self.host:
-            return vector
+        """On a device, the vector if the update counts, else 0."""
+        # A weight of 0 is not enough: 0 times infinity is nan.
         return [torch.where(self.ok.to(x.device), x, torch.zeros_like(x)) for x in vector]
 
 
@@ -77,7 +76,7 @@ def move(layout: Layout, d: Vector, scales: list[Any], etas: list[Any], gate: Ga
     """
     params = layout.real_parameters()
     for e, entry in enumerate(layout.entries):
-        group, xs = layout.groups[entry.group], params[layout.rows(e)]
+        group, xs = layout.groups[entry.group], params[entry.start : entry.stop]
         decay = group["weight_decay"]
         v, scale, eta, decays = d[e], scales[e], etas[e], None
         if not isinstance(eta, float):

@@ -250,7 +250,8 @@ class Layout:
         return x if len(self.entries[e].sizes) > 1 else x.clone()
 
     def gradients(self) -> Vector:
-        return self.gather([p.grad for p in self.params])
+        params = self.params
+        return [self.entry([p.grad for p in params[x.start : x.stop]], e) for e, x in enumerate(self.entries)]
 
     def parameters(self) -> Vector:
         return self.gather([p.detach() for p in self.params])
