@@ -281,8 +281,10 @@ class Probes:
             state = self._first_point(state, now, batch)
         elif free.alarm(state, now.loss, self._settings):
             state, now = self._try_average(state, now, batch, vector("average"))
-        state = free.judge_first(state, now.norm if now.finite else math.nan, self._settings)
-        state, looks = free.wants_look_back(state, now.norm if now.finite else math.nan, self._settings)
+        norm = now.norm if now.finite else math.nan
+        if state.updates <= 1 or state.past != 1:
+            state = free.judge_first(state, norm, self._settings)
+        state, looks = free.wants_look_back(state, norm, self._settings)
         return self._look_back(state, now, batch, vector("last_step")) if looks else (state, now)
 
     def _first_point(self, state: State, now: Evaluation, batch: Batch) -> State:
