@@ -46,7 +46,7 @@ CASES = [
     ("rms", "coordinate", 2, "symmetric", None, "direction", "ftrl", True, None, None),
     ("adagrad", "tensor", 2, "symmetric", 0.9, "direction", "measured", False, 7, None),
     # a metric whose D is no diagonal
-    ("dense", "global", 2, "symmetric", 0.9, "direction", "measured", False, None, 10.0),
+    ("dense", "global", 2, "symmetric", 0.9, "direction", "measured", False, None, 0.5),
     ("dense", "global", 2, "symmetric", 0.0, "direction", "measured", True, None, 10.0),
     ("dense", "tensor", 3, "symmetric", 0.9, "direction", "measured", True, None, 10.0),
     ("dense", "group", 3, "symmetric", 0.9, "direction", "ftrl", True, None, 10.0),

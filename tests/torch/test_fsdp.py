@@ -405,11 +405,15 @@ def test_state_is_spread_as_its_parameter_is(results):
 def test_an_update_communicates_a_few_sums_and_nothing_else(results):
     world, ranks = results
     for name, (settings, source) in CASES[world].items():
+        coordinates = settings.get("granularity") == "coordinate"
         needs = {
             "gradients": True,
-            "coordinate": settings.get("granularity") == "coordinate",
-            "products": (bool(settings.get("momentum", 0.9)) and settings.get("statistics") != "gradient")
-            or not isinstance(settings.get("learner"), FTRL),
+            "coordinate": coordinates,
+            "products": not coordinates  # products of coordinates stay on their ranks
+            and (
+                (bool(settings.get("momentum", 0.9)) and settings.get("statistics") != "gradient")
+                or not isinstance(settings.get("learner"), FTRL)
+            ),
             "metric": "metric" in settings,
         }
         count = sum(SUMS[part] for part, needed in needs.items() if needed)

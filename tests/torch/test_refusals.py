@@ -170,7 +170,7 @@ def of_sgd(state):
     [
         (lambda state: state.pop("state"), r"must be what SGDOLFree.state_dict\(\) returned, got \['param_groups'\]"),
         (lambda state: state["state"][0].pop("average"), "damaged: parameter 0 has no tensor average"),
-        (lambda state: state["state"][1].update(previous=3), "damaged: parameter 1 has no tensor previous"),
+        (lambda state: state["state"][1].update(last_step=3), "damaged: parameter 1 has no tensor last_step"),
         (lambda state: state.update(state=[1]), "damaged: its state is not a dict of dicts"),
         (lambda state: state["param_groups"][0].pop("lr"), "damaged: its group 0 has no lr"),
         (lambda state: state["param_groups"][0]["rule"].update(smoothness=math.nan), "smoothness in the rule"),

@@ -30,7 +30,7 @@ from sgdol.torch._gradients import Gradients
 from sgdol.torch._metric import Metrics
 from sgdol.torch._operators import IDENTITY, Operators
 from sgdol.torch._vectors import Layout, Numbers, Vector, as_number, product
-from sgdol.torch._world import LocalSums, World
+from sgdol.torch._world import LocalSums, World, local
 
 __all__ = ["RESHAPED", "Contributions"]
 
@@ -71,6 +71,7 @@ class Contributions:
         # .grad at the end of the last backward: its numbers, or some of those of a large tensor; ||S||^2 of each entry.
         self._samples: Vector = []
         self._norms: list[Any] = []
+        self._versions: list[int] = []
         # ||S||^2 of each tensor, at the end of the last backward and when it was looked at next, if these differ.
         self._change: tuple[Tensor, Tensor] | None = None
 
@@ -154,6 +155,15 @@ class Contributions:
         """Remember ``.grad`` as a backward has left it."""
         grads = self.layout.gradients()
         self._samples, self._norms = self.layout.sample(grads), [product(x, x) for x in grads]
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        # Ids tell of another tensor in .grad, versions of a write in place. Writing to the local tensor of a DTensor
+        # does not raise the version of the DTensor.
+        if self.layout.plain:
+            return []
+        grads: list[Any] = [p.grad for p in self.layout.params if p.grad is not None]
+        return [x for g in grads for x in (id(g), g._version, local(g)._version)]
 
     # The gradients of a step ------------------------------------------------------------------------------------------
 
@@ -269,7 +279,9 @@ class Contributions:
         """
         layout, self._change = self.layout, None
         now, waits = [product(x, x) for x in grads], final and world.spread
-        if not self._norms or (self._host and now == self._norms and not waits):
+        # Ranks with pieces agree on whether they sum: a piece may be empty or 0, but a write is seen on all of them.
+        written = now != self._norms if not world.spread else final or self._versions != self._current_versions()
+        if not self._norms or (self._host and not written):
             # A factor of -1 leaves the norm as it was, and matters only to what has a sign and is used with .grad.
             signed = (self._copies or self._turned) and not (final and self._metrics.euclidean)
             if not signed or layout.matches(self._samples, grads):
@@ -281,7 +293,10 @@ class Contributions:
             merged = layout.entries[e].merged
             lengths = sums[1:] if merged else [as_number(x[e], layout.like)[None] for x in (self._norms, now)]
             rows.append(torch.stack([*sums, *lengths]))
-        cross, a, b, before, after = torch.cat(rows, dim=1)
+        changes = torch.cat(rows, dim=1)
+        if world.spread and not final:
+            changes = world.total(layout.params, changes)
+        cross, a, b, before, after = changes
         self._change, self._samples, self._norms = (before, after), samples, now
         self._untouched = not self._copies and not self._measured
         self._turned = {}

@@ -411,7 +411,8 @@ class SGDOLFree(WatchingOptimizer):
             layout.store("last_step", e, torch.sub(point, x, out=s))
             torch._foreach_copy_(xs, layout.parts(e, point, to_read=True))
             points.append(point if entry.merged else sample(point))
-            momentum.append(layout.vector("momentum", e) if D[e].turns else None)
+            # The first update has D constant in each tensor, and chooses the bases.
+            momentum.append(layout.vector("momentum", e) if D[e].turns or state.updates == 1 else None)
         self._left = layout, points, _versions(layout)
         if state.past != 1:
             self._metrics.shorten_past(state.past)

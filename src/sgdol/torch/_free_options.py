@@ -124,7 +124,8 @@ def _refuse_incomplete(state: Any) -> None:
 def refuse_other_shapes(saved: list[Any], state: dict[Any, dict[str, Tensor]], params: list[Tensor]) -> None:
     for index, p in zip(saved, params, strict=False):
         for name, value in state.get(index, {}).items():
-            if name != "moves" and not name.startswith("metric.") and value.shape != real_view(p).shape:
+            is_vector = isinstance(value, Tensor) and name != "moves" and not name.startswith("metric.")
+            if is_vector and value.shape != real_view(p).shape:
                 raise ValueError(
                     f"state_dict does not fit: {name} of parameter {index} has shape {tuple(value.shape)}, the "
                     f"parameter {tuple(p.shape)}"
