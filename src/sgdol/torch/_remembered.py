@@ -19,7 +19,7 @@ from sgdol._numbers import maximum
 from sgdol.metrics import RMS, Factors, Kronecker, Means, Metric, is_diagonal
 from sgdol.torch._operators import Block, Diagonal, Opaque, Rotated
 from sgdol.torch._update import Gate
-from sgdol.torch._vectors import Layout, as_number, scalar_dtype, wide_dtype
+from sgdol.torch._vectors import Layout, as_number, product, scalar_dtype, wide_dtype
 from sgdol.torch._world import fitted, is_sharded, like_parameter, local, real_view
 
 __all__ = ["Matrices", "Squares", "Whole", "blank", "carried_over", "is_diagonal_on"]
@@ -70,17 +70,23 @@ class Squares:
 
     def sums(self) -> Tensor:
         """The sum of v/w over this rank's piece of each tensor."""
-        return self._sums(None) / maximum(self._weight, 1.0)  # w is 0 or at least 1
+        return self._sums().div_(maximum(self._weight, 1.0))  # w is 0 or at least 1
 
     def past_square(self, operator: Diagonal | Rotated) -> float:
         """The mean of <g, D^-1 g> over earlier gradients: sum of v/(D w)."""
+        if isinstance(self._weight, float):
+            return float(self._pooled(operator.inverse)) / max(self._weight, 1.0)
         return (self._sums(operator.inverse) / maximum(self._weight, 1.0)).sum().item()
 
-    def _sums(self, inverse: Tensor | None) -> Tensor:
+    def _sums(self, inverse: Tensor | None = None) -> Tensor:
         # The sum of v, or of v/D, over each tensor.
         if inverse is None:
             return self._layout.sums(self._e, self._squares())
         return self._layout.number(self._e, self._squares(), inverse)
+
+    def _pooled(self, inverse: Tensor) -> Any:
+        # The sum of v/D over all tensors.
+        return product(self._squares(), inverse)
 
     def operator(self, means: list[Any], overall: Any) -> Diagonal | Rotated:
         """D of the coming step: 1/D = (a v + b mean + c)^(-1/2).
@@ -90,8 +96,11 @@ class Squares:
             overall: the mean square over all tensors of the metric.
         """
         a, b, c = self._metric.coefficients(self._weight, overall)
-        mean = torch.stack(means).to(self._weights) if isinstance(means[0], Tensor) else self._weights.new_tensor(means)
-        constant = self._spread(b * mean + c)
+        if isinstance(a, float):
+            constant = self._spread(self._weights.new_tensor([b * mean + c for mean in means]))
+        else:
+            means = torch.stack(means) if isinstance(means[0], Tensor) else self._weights.new_tensor(means)
+            constant = self._spread(b * means.to(self._weights) + c)
         return Diagonal(constant.rsqrt_()) if self._is_blank else self._operator(a, constant)
 
     def _operator(self, a: Any, constant: Tensor) -> Diagonal | Rotated:
@@ -112,8 +121,12 @@ class Squares:
                 none.
         """
         decay = gate.weight(self._metric.decay, 1.0)
-        self._weights.mul_(decay).add_(gate.weight(1.0))
-        self._read_weight()
+        if gate.host and isinstance(self._weight, float):
+            self._weight = decay * self._weight + 1
+            self._weights.fill_(self._weight)
+        else:
+            self._weights.mul_(decay).add_(gate.weight(1.0))
+            self._read_weight()
         if scale != 1:  # before squaring: scale^2 g^2 is in range where g^2 is not
             g, h = (g * scale,) * 2 if h is g else (g * scale, h * scale)
         self._add(g, h, decay, momentum)
@@ -138,13 +151,11 @@ class Matrices(Squares):
         vectors = [real_view(local(one["metric.square"])) for one in states if "metric.square" in one]
         first, sizes = len(vectors), self._entry.sizes
         self._start = start = sum(sizes[:first])  # of the matrices
-        self._decaying: list[Tensor] = []  # tensors that an update multiplies by the decay
         if first:
             self._v = torch.cat([v.reshape(-1) for v in vectors])
             self._tensor_of = torch.repeat_interleave(torch.arange(first), torch.tensor(sizes[:first])).to(
                 self._v.device
             )
-            self._decaying.append(self._v)
             if owned:
                 for p, one, v, part in zip(params, states, vectors, self._v.split(sizes[:first]), strict=False):
                     one["metric.square"] = like_parameter(part.view(v.shape), p)
@@ -156,10 +167,13 @@ class Matrices(Squares):
         for _, batch_states in groupby(states[first:], alike):
             batch = _Batch(start, first, list(batch_states))
             self._batches.append(batch)
-            self._decaying += batch.decaying
             start, first = batch.block.stop, batch.tensors.stop
 
-    def _sums(self, inverse: Tensor | None) -> Tensor:
+    def _pooled(self, inverse: Tensor) -> Any:
+        rest = product(self._v, inverse[: self._start]) if self._start else 0.0
+        return rest + sum(batch.sums(inverse).sum().item() for batch in self._batches)
+
+    def _sums(self, inverse: Tensor | None = None) -> Tensor:
         sums = [batch.sums(inverse) for batch in self._batches]
         if self._start:
             v = self._v if inverse is None else self._v * inverse[: self._start]
@@ -171,9 +185,8 @@ class Matrices(Squares):
         def inverse() -> Tensor:
             x = constant.expand(self._entry.shape).contiguous()  # of a merged entry this is constant itself
             if self._start:
-                x[: self._start].addcmul_(self._v, self._spread(a)[: self._start]) if isinstance(a, Tensor) else x[
-                    : self._start
-                ].add_(self._v, alpha=a)
+                vectors, spread = x[: self._start], isinstance(a, Tensor)
+                vectors.add_(self._v * self._spread(a)[: self._start]) if spread else vectors.add_(self._v, alpha=a)
             for batch in self._batches:
                 batch.add_squares(x, a)
             return x.rsqrt_()
@@ -181,11 +194,10 @@ class Matrices(Squares):
         return Rotated(inverse, [batch.block for batch in self._batches], keep=self._entry.merged)
 
     def _add(self, g: Tensor, h: Tensor, decay: Any, momentum: Tensor | None) -> None:
-        torch._foreach_mul_(self._decaying, decay)
         if self._start:
-            self._v.addcmul_(g[: self._start], g[: self._start])
+            self._v.mul_(decay).addcmul_(g[: self._start], g[: self._start])
         for batch in self._batches:
-            batch.add(g, h, momentum)
+            batch.add(g, h, decay, momentum)
 
 
 class _Batch:
@@ -209,41 +221,44 @@ class _Batch:
 
         self._parts = parts = Factors(*map(stack, Factors._fields))
         self._count = parts.count.flatten()[0].item()
-        self._total = parts.rows.sum(-1)
-        self.decaying = [x for x in (parts.left, parts.right, parts.rows, parts.columns) if isinstance(x, Tensor)]
         self.tensors = slice(first, first + len(states))
         shape = (*parts.rows.shape, parts.columns.shape[-1])
         self.block = Block(start, start + math.prod(shape), shape, parts.left_basis, parts.right_basis)
+        self._add_up()
 
-    def _share(self) -> Tensor:
+    def _add_up(self) -> None:
+        self._total = self._parts.rows.sum(-1, keepdim=True)
         # Of each row in the total, which is 0 before any gradient but 0. A product of two sums may leave the range.
-        return self._parts.rows / self._total.clamp(min=torch.finfo(self._total.dtype).tiny).unsqueeze(-1)
+        self._share = self._parts.rows / self._total.clamp(min=torch.finfo(self._total.dtype).tiny)
 
     def sums(self, inverse: Tensor | None) -> Tensor:
         if inverse is None:
             return self._total.reshape(-1)
-        over_columns = (self.block.of(inverse) @ self._parts.columns.unsqueeze(-1)).squeeze(-1)
-        return (self._share() * over_columns).sum(-1).reshape(-1)
+        over_columns = self.block.of(inverse) @ self._parts.columns.unsqueeze(-1)
+        return (self._share.unsqueeze(-2) @ over_columns).reshape(-1)
 
     def add_squares(self, x: Tensor, a: Any) -> None:
         # x <- x + a v, where a is a Python number, or one number for each tensor of the entry.
-        share = self._share()
+        share = self._share
         if isinstance(a, Tensor):
-            share, a = share * a[self.tensors].to(share).reshape(self._total.shape).unsqueeze(-1), 1.0
+            share, a = share * a[self.tensors].to(share).reshape(self._total.shape), 1.0
         self.block.of(x).addcmul_(share.unsqueeze(-1), self._parts.columns.unsqueeze(-2), value=a)
 
-    def add(self, g: Tensor, h: Tensor, momentum: Tensor | None) -> None:
+    def add(self, g: Tensor, h: Tensor, decay: Any, momentum: Tensor | None) -> None:
         parts, g, h = self._parts, self.block.of(g), self.block.of(h)
         squares = h * h
-        parts.rows.add_(squares.sum(-1))
-        parts.columns.add_(squares.sum(-2))
+        parts.rows.mul_(decay).add_(squares.sum(-1))
+        parts.columns.mul_(decay).add_(squares.sum(-2))
         del squares  # a refresh needs much memory
         # Only the device knows whether the update counts, and it is not waited for: the count rises in any case.
         self._count = following(self._count)
         parts.count.fill_(self._count)
         for factor, a in ((parts.left, g), (parts.right, g.mT)):
-            if isinstance(factor, Tensor):
-                (factor.addmm_ if factor.dim() == 2 else factor.baddbmm_)(a, a.mT)  # g g^T and g^T g
+            if isinstance(factor, Tensor):  # g g^T and g^T g
+                product_added = factor.addmm_ if factor.dim() == 2 else factor.baddbmm_
+                if isinstance(decay, Tensor):
+                    factor.mul_(decay)
+                product_added(a, a.mT, beta=1.0 if isinstance(decay, Tensor) else decay)
         if is_due(self._count):
             after, *changes = renewed(parts._replace(count=self._count))
             if momentum is not None:
@@ -252,7 +267,7 @@ class _Batch:
             for old, new in zip(parts, after, strict=True):
                 if isinstance(old, Tensor) and new is not old and isinstance(new, Tensor):
                     old.copy_(new)  # in place: the saved state refers to this tensor
-        self._total = parts.rows.sum(-1)
+        self._add_up()
 
 
 class Whole:
