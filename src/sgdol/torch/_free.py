@@ -407,7 +407,8 @@ class SGDOLFree(WatchingOptimizer):
             decay = units[layout.places[entry.group]] * layout.groups[entry.group]["weight_decay"]
             d = D[e].back(directions[e])
             point = torch.add(x * (1 - decay) if decay else x, d, alpha=factor)  # x <- (1 - decay) x - eta d
-            point = point.to(xs[0].dtype).to(entry.dtype)  # rounded as narrow parameters are
+            if xs[0].dtype != entry.dtype:
+                point = point.to(xs[0].dtype).to(entry.dtype)  # rounded as the parameter is
             layout.store("last_step", e, torch.sub(point, x, out=s))
             torch._foreach_copy_(xs, layout.parts(e, point, to_read=True))
             points.append(point if entry.merged else sample(point))

@@ -65,9 +65,6 @@ class Squares:
             if weights.count(weights[0]) == len(weights):
                 self._weight = weights[0]
 
-    def _spread(self, numbers: Any) -> Tensor:
-        return self._layout.spread(self._e, numbers.to(self._entry.dtype))
-
     def sums(self) -> Tensor:
         """The sum of v/w over this rank's piece of each tensor."""
         return self._sums().div_(maximum(self._weight, 1.0))  # w is 0 or at least 1
@@ -97,17 +94,20 @@ class Squares:
         """
         a, b, c = self._metric.coefficients(self._weight, overall)
         if isinstance(a, float):
-            constant = self._spread(self._weights.new_tensor([b * mean + c for mean in means]))
+            constants = torch.tensor([b * x + c for x in means], dtype=self._entry.dtype, device=self._entry.device)
         else:
-            means = torch.stack(means) if isinstance(means[0], Tensor) else self._weights.new_tensor(means)
-            constant = self._spread(b * means.to(self._weights) + c)
-        return Diagonal(constant.rsqrt_()) if self._is_blank else self._operator(a, constant)
+            mean = torch.stack(means) if isinstance(means[0], Tensor) else self._weights.new_tensor(means)
+            constants = (b * mean.to(self._weights) + c).to(self._entry.dtype)
+        if self._is_blank:
+            return Diagonal(self._layout.spread(self._e, constants).rsqrt_())
+        return self._operator(a if isinstance(a, float) else a.to(constants), constants)
 
-    def _operator(self, a: Any, constant: Tensor) -> Diagonal | Rotated:
-        # The coefficient a is a Python number, or one number for each tensor. D^2 = a v + constant.
+    def _operator(self, a: Any, constants: Tensor) -> Diagonal | Rotated:
+        # D^2 = a v + constant, where a is a Python number or, like the constant, one number for each tensor.
+        constant = self._layout.spread(self._e, constants)
         if isinstance(a, float):
             return Diagonal(torch.add(constant, self._squares(), alpha=a).rsqrt_())
-        return Diagonal(torch.addcmul(constant, self._squares(), self._spread(a)).rsqrt_())
+        return Diagonal(torch.addcmul(constant, self._squares(), self._layout.spread(self._e, a)).rsqrt_())
 
     def observe(self, g: Tensor, gate: Gate, scale: float, h: Tensor, momentum: Tensor | None) -> None:
         """Update the memory: v <- decay v + (scale g)^2, w <- decay w + 1.
@@ -181,15 +181,15 @@ class Matrices(Squares):
             sums = [of_vectors.index_add_(0, self._tensor_of, v), *sums]
         return torch.cat(sums).to(self._weights.dtype)
 
-    def _operator(self, a: Any, constant: Tensor) -> Rotated:
+    def _operator(self, a: Any, constants: Tensor) -> Rotated:
+        factors = torch.full_like(constants, a) if isinstance(a, float) else a
+
         def inverse() -> Tensor:
-            x = constant.expand(self._entry.shape).contiguous()  # of a merged entry this is constant itself
+            parts = [batch.squares(factors, constants) for batch in self._batches]
             if self._start:
-                vectors, spread = x[: self._start], isinstance(a, Tensor)
-                vectors.add_(self._v * self._spread(a)[: self._start]) if spread else vectors.add_(self._v, alpha=a)
-            for batch in self._batches:
-                batch.add_squares(x, a)
-            return x.rsqrt_()
+                parts.insert(0, torch.addcmul(constants[self._tensor_of], factors[self._tensor_of], self._v))
+            square = parts[0] if len(parts) == 1 else torch.cat([x.view(-1) for x in parts])
+            return square.rsqrt_().view(self._entry.shape)
 
         return Rotated(inverse, [batch.block for batch in self._batches], keep=self._entry.merged)
 
@@ -237,12 +237,11 @@ class _Batch:
         over_columns = self.block.of(inverse) @ self._parts.columns.unsqueeze(-1)
         return (self._share.unsqueeze(-2) @ over_columns).reshape(-1)
 
-    def add_squares(self, x: Tensor, a: Any) -> None:
-        # x <- x + a v, where a is a Python number, or one number for each tensor of the entry.
-        share = self._share
-        if isinstance(a, Tensor):
-            share, a = share * a[self.tensors].to(share).reshape(self._total.shape), 1.0
-        self.block.of(x).addcmul_(share.unsqueeze(-1), self._parts.columns.unsqueeze(-2), value=a)
+    def squares(self, a: Tensor, constants: Tensor) -> Tensor:
+        """a v + constant, where a and the constant have a number for each tensor of the entry."""
+        constant, factor = (x[self.tensors].view(self._total.shape) for x in (constants, a))
+        rows, columns = self._share * factor, self._parts.columns
+        return torch.addcmul(constant.unsqueeze(-1), rows.unsqueeze(-1), columns.unsqueeze(-2))
 
     def add(self, g: Tensor, h: Tensor, decay: Any, momentum: Tensor | None) -> None:
         parts, g, h = self._parts, self.block.of(g), self.block.of(h)
