@@ -256,6 +256,7 @@ class SGDOLFree(WatchingOptimizer):
                     self._warnings.identical_again(state.updates)
             else:
                 self._note_point()
+                state = state._replace(evaluations=state.evaluations + probes.count)
                 if not now.finite:
                     state = state._replace(skipped=state.skipped + 1)
                     self._metrics.forget()
@@ -268,7 +269,6 @@ class SGDOLFree(WatchingOptimizer):
             self._note_point()
             raise
         self._unused.steps += 1
-        state = state._replace(evaluations=state.evaluations + probes.count)
         rule = state._asdict()
         self._learned_cache = rule, state
         for group in groups:
@@ -421,7 +421,7 @@ class SGDOLFree(WatchingOptimizer):
         for e, m in enumerate(momentum):
             if m is not None:
                 layout.store("momentum", e, m, draw=1)
-        return state._replace(momentum_weight=weight)
+        return state._replace(momentum_weight=weight, evaluations=state.evaluations + self._probes.count)
 
     def _average_of_frozen(self, layout: Layout, share: float) -> None:
         # The average of a parameter that has been frozen approaches its value.

@@ -21,7 +21,7 @@ from sgdol.free import Settings, State
 from sgdol.torch._operators import Operators
 from sgdol.torch._passes import Passes
 from sgdol.torch._rerun import Replay
-from sgdol.torch._vectors import Layout, Vector
+from sgdol.torch._vectors import Layout, Vector, product
 
 __all__ = ["MOVED", "Batch", "Evaluation", "Probes", "loss_of"]
 
@@ -116,8 +116,8 @@ class Probes:
 
     def run_first(self, batch: Batch) -> None:
         self.count = 0
-        self._refuse_reshaped()
         if batch.closure:
+            self._refuse_reshaped()
             self._begin()
             with torch.enable_grad():
                 batch.replays[0].first()
@@ -187,6 +187,8 @@ class Probes:
         assert layout_of is not None
         passes = self._passes.finish()
         layout, world = layout_of(), self._passes.world
+        if layout is not self._passes.layout:
+            self._refuse_reshaped()
         if self._passes.contributions.thrown_away:
             raise RuntimeError(
                 "gradients were set to zero between the backward passes of the closure, so that .grad is not their "
@@ -373,12 +375,10 @@ class Probes:
             layout: the parameters.
             pairs: ``pairs(e)`` yields entry e of a and b of each pair.
         """
-        world = self._passes.world
-        alone = not world.spread
-        rows = [[layout.number(e, a, b, alone) for a, b in pairs(e)] for e in range(len(layout.entries))]
-        columns = list(zip(*rows, strict=True))
-        if alone:
-            return [sum(column) for column in columns]
+        world, entries = self._passes.world, range(len(layout.entries))
+        if not world.spread:
+            return [sum(column) for column in zip(*[[product(a, b) for a, b in pairs(e)] for e in entries], strict=True)]
+        columns = zip(*[[layout.number(e, a, b) for a, b in pairs(e)] for e in entries], strict=True)
         return world.total(layout.params, torch.stack([torch.cat(column) for column in columns])).sum(1).tolist()
 
 
