@@ -247,7 +247,7 @@ class SGDOLFree(WatchingOptimizer):
                 refuse_scaled(now.clipped)
             if not now.finite:
                 batch.undo()
-            state, now = probes.choose_start(state, now, batch, self._vector)
+            state, now = probes.choose_start(state, now, batch)
             if now.finite and state.first_norm > 0:
                 # In the first step contributions are whole vectors: free them before the momentum is allocated.
                 passes.contributions.forget()
@@ -465,14 +465,6 @@ class SGDOLFree(WatchingOptimizer):
         if self._metrics.without_past(layout) and self._learned().updates:
             self._metrics.join(layout)
         return layout
-
-    def _vector(self, name: str) -> Vector:
-        layout = self._layout
-        assert layout is not None
-        fill: Vector | None = None
-        if name == "average" and not layout.has_vector(name):
-            fill = layout.parameters()  # that of a new parameter starts at its value
-        return [layout.vector(name, e, None if fill is None else fill[e]) for e in range(len(layout.entries))]
 
     def _assemble(self) -> None:
         super()._assemble()

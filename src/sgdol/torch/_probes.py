@@ -263,16 +263,13 @@ class Probes:
 
     # Where the step starts from ---------------------------------------------------------------------------------------
 
-    def choose_start(
-        self, state: State, now: Evaluation, batch: Batch, vector: Callable[[str], Vector]
-    ) -> tuple[State, Evaluation]:
+    def choose_start(self, state: State, now: Evaluation, batch: Batch) -> tuple[State, Evaluation]:
         """Decide where the step starts from, move the parameters there, and leave the gradient there in ``.grad``.
 
         Args:
             state: what has been learned so far.
             now: the batch evaluated where the parameters are.
             batch: the batch, to be evaluated again.
-            vector: returns a vector of the optimizer by its name, "average" or "last_step".
 
         Returns:
             The new state, and the batch evaluated where the parameters are afterwards.
@@ -282,12 +279,12 @@ class Probes:
                 return state, now
             state = self._first_point(state, now, batch)
         elif free.alarm(state, now.loss, self._settings):
-            state, now = self._try_average(state, now, batch, vector("average"))
+            state, now = self._try_average(state, now, batch)
         norm = now.norm if now.finite else math.nan
         if state.updates <= 1 or state.past != 1:
             state = free.judge_first(state, norm, self._settings)
         state, looks = free.wants_look_back(state, norm, self._settings)
-        return self._look_back(state, now, batch, vector("last_step")) if looks else (state, now)
+        return self._look_back(state, now, batch) if looks else (state, now)
 
     def _first_point(self, state: State, now: Evaluation, batch: Batch) -> State:
         """Check that the batch is the same when it is evaluated again; measure M along the first gradient."""
@@ -304,18 +301,20 @@ class Probes:
                 bracket = probing.next_probe(bracket, self._change(self.evaluate_again(batch), now))
         return free.begin(state, bracket.curvature * now.norm, now.norm)
 
-    def _try_average(self, state: State, now: Evaluation, batch: Batch, average: Vector) -> tuple[State, Evaluation]:
+    def _try_average(self, state: State, now: Evaluation, batch: Batch) -> tuple[State, Evaluation]:
         """The loss has jumped: return to the average of the weights if the loss of this batch is low there."""
         layout, x = now.layout, now.layout.point()
+        average = [layout.vector("average", e, here) for e, here in enumerate(x)]  # of a new parameter its value
         with self._parameters_moved(lambda: self._put(layout, x)) as stay:
             self._put(layout, average)
             there = self.evaluate_again(batch)
             stay[0] = there.finite and bool(free.confirms(state, now.loss, there.loss, self._settings))
         return (free.roll_back(state, self._settings), there) if stay[0] else (state, now)
 
-    def _look_back(self, state: State, now: Evaluation, batch: Batch, step: Vector) -> tuple[State, Evaluation]:
+    def _look_back(self, state: State, now: Evaluation, batch: Batch) -> tuple[State, Evaluation]:
         """Evaluate the batch before the last step as well; if that step was much too long, stay there."""
-        layout, D, x = now.layout, now.operators, step
+        layout, D = now.layout, now.operators
+        x = step = [layout.vector("last_step", e) for e in range(len(layout.entries))]
         self._step_back(layout, step)
         with self._parameters_moved(lambda: self._step_forth(layout, step)) as stay:
             before = self.evaluate_again(batch)

@@ -223,7 +223,10 @@ class _Batch:
         self._count = parts.count.flatten()[0].item()
         self.tensors = slice(first, first + len(states))
         shape = (*parts.rows.shape, parts.columns.shape[-1])
-        self.block = Block(start, start + math.prod(shape), shape, parts.left_basis, parts.right_basis)
+        left, right = (basis if isinstance(basis, Tensor) else None for basis in (parts.left_basis, parts.right_basis))
+        into = None if left is None else left.mT, right
+        back = left, None if right is None else right.mT
+        self.block = Block(start, start + math.prod(shape), shape, into, back)
         self._add_up()
 
     def _add_up(self) -> None:

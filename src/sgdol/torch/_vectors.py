@@ -299,7 +299,7 @@ class Layout:
 
     def matches(self, sampled: Vector, vector: Vector) -> bool:
         entries = zip(sampled, vector, self.entries, strict=True)
-        return all(torch.equal(old, x if entry.merged else sample(x)) for old, x, entry in entries)
+        return all(_equal(old, x if entry.merged else sample(x)) for old, x, entry in entries)
 
     def _piece(self, tensor: Tensor | None, i: int) -> Tensor:
         if type(tensor) is Tensor and not tensor.is_complex():  # by far the most common case
@@ -351,9 +351,6 @@ class Layout:
         if kept is not x:
             entry = self.entries[e]
             kept.copy_(rounded(x, seed_of(self.groups[entry.group], self.params[entry.start], name, e, draw)))
-
-    def has_vector(self, name: str) -> bool:
-        return all((name, e) in self._vectors for e in range(len(self.entries)))
 
     def has_state(self, name: str, e: int) -> bool:
         return any(name in self._state.get(p, ()) for p in self.params[self.rows(e)])
@@ -551,6 +548,11 @@ def as_number(value: Any, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(like)
     return torch.scalar_tensor(value, dtype=like.dtype, device=like.device)  # torch's default would be float32
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    # On the host numpy compares several numbers at a time, torch one after the other.
+    return np.array_equal(a.numpy(), b.numpy()) if a.is_cpu else torch.equal(a, b)
 
 
 def sample(tensor: Tensor) -> Tensor:
