@@ -299,7 +299,7 @@ class Layout:
 
     def matches(self, sampled: Vector, vector: Vector) -> bool:
         entries = zip(sampled, vector, self.entries, strict=True)
-        return all(_equal(old, x if entry.merged else sample(x)) for old, x, entry in entries)
+        return all(torch.equal(old, x if entry.merged else sample(x)) for old, x, entry in entries)
 
     def _piece(self, tensor: Tensor | None, i: int) -> Tensor:
         if type(tensor) is Tensor and not tensor.is_complex():  # by far the most common case
@@ -548,11 +548,6 @@ def as_number(value: Any, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(like)
     return torch.scalar_tensor(value, dtype=like.dtype, device=like.device)  # torch's default would be float32
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    # On the host numpy compares several numbers at a time, torch one after the other.
-    return np.array_equal(a.numpy(), b.numpy()) if a.is_cpu else torch.equal(a, b)
 
 
 def sample(tensor: Tensor) -> Tensor:
