@@ -182,22 +182,24 @@ class Matrices(Squares):
         return torch.cat(sums).to(self._weights.dtype)
 
     def _operator(self, a: Any, constants: Tensor) -> Rotated:
-        factors = torch.full_like(constants, a) if isinstance(a, float) else a
-
         def inverse() -> Tensor:
-            parts = [batch.squares(factors, constants) for batch in self._batches]
+            parts = [batch.squares(a, constants).view(-1) for batch in self._batches]
             if self._start:
-                parts.insert(0, torch.addcmul(constants[self._tensor_of], factors[self._tensor_of], self._v))
-            square = parts[0] if len(parts) == 1 else torch.cat([x.view(-1) for x in parts])
-            return square.rsqrt_().view(self._entry.shape)
+                v = self._v * (a[self._tensor_of] if isinstance(a, Tensor) else a)
+                parts.insert(0, v.add_(constants[self._tensor_of]))
+            return (parts[0] if len(parts) == 1 else torch.cat(parts)).rsqrt_().view(self._entry.shape)
 
         return Rotated(inverse, [batch.block for batch in self._batches], keep=self._entry.merged)
 
     def _add(self, g: Tensor, h: Tensor, decay: Any, momentum: Tensor | None) -> None:
+        squares = h * h  # of the first numbers, which are not rotated, those of g
         if self._start:
-            self._v.mul_(decay).addcmul_(g[: self._start], g[: self._start])
+            self._v.mul_(decay).add_(squares[: self._start])
         for batch in self._batches:
-            batch.add(g, h, decay, momentum)
+            batch.add_squares(squares, decay)
+        del squares  # a refresh needs much memory
+        for batch in self._batches:
+            batch.add(g, decay, momentum)
 
 
 class _Batch:
@@ -240,18 +242,19 @@ class _Batch:
         over_columns = self.block.of(inverse) @ self._parts.columns.unsqueeze(-1)
         return (self._share.unsqueeze(-2) @ over_columns).reshape(-1)
 
-    def squares(self, a: Tensor, constants: Tensor) -> Tensor:
-        """a v + constant, where a and the constant have a number for each tensor of the entry."""
-        constant, factor = (x[self.tensors].view(self._total.shape) for x in (constants, a))
-        rows, columns = self._share * factor, self._parts.columns
-        return torch.addcmul(constant.unsqueeze(-1), rows.unsqueeze(-1), columns.unsqueeze(-2))
+    def squares(self, a: Any, constants: Tensor) -> Tensor:
+        """a v + constant; the constant, and a if it is no Python number, have a number for each tensor of the entry."""
+        rows = self._share * (a[self.tensors].view(self._total.shape) if isinstance(a, Tensor) else a)
+        constant = constants[self.tensors].view((*self._total.shape, 1))
+        return torch.addcmul(constant, rows.unsqueeze(-1), self._parts.columns.unsqueeze(-2))
 
-    def add(self, g: Tensor, h: Tensor, decay: Any, momentum: Tensor | None) -> None:
-        parts, g, h = self._parts, self.block.of(g), self.block.of(h)
-        squares = h * h
-        parts.rows.mul_(decay).add_(squares.sum(-1))
-        parts.columns.mul_(decay).add_(squares.sum(-2))
-        del squares  # a refresh needs much memory
+    def add_squares(self, squares: Tensor, decay: Any) -> None:
+        squares = self.block.of(squares)
+        self._parts.rows.mul_(decay).add_(squares.sum(-1))
+        self._parts.columns.mul_(decay).add_(squares.sum(-2))
+
+    def add(self, g: Tensor, decay: Any, momentum: Tensor | None) -> None:
+        parts, g = self._parts, self.block.of(g)
         # Only the device knows whether the update counts, and it is not waited for: the count rises in any case.
         self._count = following(self._count)
         parts.count.fill_(self._count)
