@@ -142,6 +142,7 @@ class SGDOLFree(WatchingOptimizer):
     def _prepare(self) -> None:
         # What is not saved in the state.
         super()._prepare()
+        self._probes: Any = None  # Probes; it keeps the recorder of backward passes and its hooks alive
         self._learned_cache: tuple[dict[str, Any] | None, State] = (None, State())  # group["rule"], and it as a State
         # Where the last step left the parameters: a sample of their numbers, and versions (see _note_point).
         self._left: tuple[Layout, Vector, list[int]] | None = None
