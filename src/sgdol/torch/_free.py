@@ -242,13 +242,15 @@ class SGDOLFree(WatchingOptimizer):
         try:
             multiplier = max(multipliers(groups))  # raises if a scheduler has set an lr that is negative or not finite
             self._warnings.multiplied(largest(groups), state.updates)
-            now = probes.first_evaluation(batch, self._moved())
+            now = first = probes.first_evaluation(batch, self._moved())
             self._warnings.taken(passes.contributions.distorted, self._world().warnings)
             if not state.updates:
                 refuse_scaled(now.clipped)
             if not now.finite:
                 batch.undo()
-            state, now = probes.choose_start(state, now, batch)
+            state, now = probes.choose_start(state, first, batch)
+            if now is not first:  # the step starts from another point
+                self._left = None
             if now.finite and state.first_norm > 0:
                 # In the first step contributions are whole vectors: free them before the momentum is allocated.
                 passes.contributions.forget()
@@ -402,8 +404,10 @@ class SGDOLFree(WatchingOptimizer):
         momentum: list[Any] = []
         points: Vector = []
         memory = layout.real_parameters()
+        left = self._left[1] if self._left is not None and self._left[0] is layout else None
         for e, entry in enumerate(layout.entries):
-            x, xs, s = layout.here(e), memory[layout.rows(e)], layout.vector("last_step", e)
+            x = left[e] if left is not None and entry.merged else layout.here(e)  # _moved() has compared them
+            xs, s = memory[layout.rows(e)], layout.vector("last_step", e)
             layout.vector("average", e, x).lerp_(x, share)
             decay = units[layout.places[entry.group]] * layout.groups[entry.group]["weight_decay"]
             d = D[e].back(directions[e])

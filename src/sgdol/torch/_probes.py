@@ -376,7 +376,8 @@ class Probes:
         """
         world, entries = self._passes.world, range(len(layout.entries))
         if not world.spread:
-            return [sum(column) for column in zip(*[[product(a, b) for a, b in pairs(e)] for e in entries], strict=True)]
+            rows = [[product(a, b) for a, b in pairs(e)] for e in entries]
+            return [sum(column) for column in zip(*rows, strict=True)]
         columns = zip(*[[layout.number(e, a, b) for a, b in pairs(e)] for e in entries], strict=True)
         return world.total(layout.params, torch.stack([torch.cat(column) for column in columns])).sum(1).tolist()
 

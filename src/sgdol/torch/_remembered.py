@@ -243,7 +243,7 @@ class _Batch:
         return (self._share.unsqueeze(-2) @ over_columns).reshape(-1)
 
     def squares(self, a: Any, constants: Tensor) -> Tensor:
-        """a v + constant; the constant, and a if it is no Python number, have a number for each tensor of the entry."""
+        # a v + constant; the constant, and a if it is no Python number, have one number for each tensor of the entry.
         rows = self._share * (a[self.tensors].view(self._total.shape) if isinstance(a, Tensor) else a)
         constant = constants[self.tensors].view((*self._total.shape, 1))
         return torch.addcmul(constant, rows.unsqueeze(-1), self._parts.columns.unsqueeze(-2))
