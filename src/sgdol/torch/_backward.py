@@ -82,7 +82,7 @@ def backward(
         raise ValueError(f'reduction must be "mean" or "sum", as loss_fn reduces its samples, got {reduction!r}')
     _refuse_what_cannot_run_again(loss_fn, batch)
     pieces = [(share if reduction == "mean" else 1.0, part) for share, part in split(batch, parts)]
-    call = partial(_run_passes, loss_fn, pieces, Tensor.backward if run is None else run)
+    call = partial(_run_passes, loss_fn, pieces, run)
     return repeatable(call, len(pieces), whole=len(pieces) == parts)
 
 
@@ -107,18 +107,18 @@ def watched(loss: Tensor) -> Tensor:
 
 
 def _run_passes(
-    loss_fn: Callable[..., Tensor], pieces: list[tuple[float, tuple[Any, ...]]], run: Callable[[Tensor], Any]
+    loss_fn: Callable[..., Tensor], pieces: list[tuple[float, tuple[Any, ...]]], run: Callable[[Tensor], Any] | None
 ) -> Tensor:
-    total: Tensor | None = None
+    total, replay = None, RUNNING.get(get_ident())
+    # A hook, which run() reaches through whatever it multiplies the loss by, and in whatever thread.
+    watches = replay is not None and (run is not None or replay.accelerators)
     try:
         with torch.enable_grad():
             for share, part in pieces:
-                # A hook, which run() reaches through whatever it multiplies the loss by.
-                loss = watched(_checked(loss_fn(*part), loss_fn) * share)
-                run(loss)
+                loss = _checked(loss_fn(*part), loss_fn) * share
+                (Tensor.backward if run is None else run)(watched(loss) if watches else loss)
                 total = loss.detach() if total is None else total + loss.detach()
     except Exception as error:
-        replay = RUNNING.get(get_ident())
         if total is not None and (replay is None or replay.loss is None):  # a step() that fails clears its look-back
             error.add_note(
                 "backward() has left the gradients of its earlier parts in .grad: call zero_grad() before you run the "
@@ -194,7 +194,9 @@ def _has_samples(value: Any) -> bool:
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     # (path as an error shows it, value) of everything in nested containers.
-    if isinstance(value, Mapping):
+    if isinstance(value, Tensor):  # first, because the other questions take longer
+        yield path, value
+    elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(item, f"{path}[{key!r}]")
     elif isinstance(value, tuple | list):
@@ -208,6 +210,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _cut(value: Any, begin: int, end: int, samples: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[begin:end] if value.dim() else value
     if isinstance(value, Mapping):
         items = {key: _cut(item, begin, end, samples) for key, item in value.items()}
         return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]

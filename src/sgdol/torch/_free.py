@@ -30,8 +30,8 @@ from sgdol.torch._options import (
 )
 from sgdol.torch._probes import MOVED, Batch, Evaluation, Probes, root
 from sgdol.torch._rerun import Buffers, Replay
-from sgdol.torch._update import Gate, move_tensors
-from sgdol.torch._vectors import Layout, Vector
+from sgdol.torch._update import Gate
+from sgdol.torch._vectors import Layout, Vector, sample
 from sgdol.torch._world import Measured, local, real_view
 
 __all__ = ["SGDOLFree"]
@@ -141,7 +141,7 @@ class SGDOLFree(WatchingOptimizer):
     def _prepare(self) -> None:
         # What is not saved in the state.
         super()._prepare()
-        self._probes: Probes | None = None
+        self._probes: Any = None  # Probes; it keeps the recorder of backward passes and its hooks alive
         self._learned_cache: tuple[dict[str, Any] | None, State] = (None, State())  # group["rule"], and it as a State
         # Where the last step left the parameters: a sample of their numbers, and versions (see _note_point).
         self._left: tuple[Layout, Vector, list[int]] | None = None
@@ -176,7 +176,7 @@ class SGDOLFree(WatchingOptimizer):
             self._drop_blanks()
         try:
             batch = self._batch() if closure is None else Batch([Replay(closure, [self._buffers])], closure=True)
-            self._evaluator().run_first(batch)
+            self._probes.run_first(batch)
             if not self._is_single_gradient(batch):
                 with torch.no_grad():
                     self._make_step(batch)
@@ -236,27 +236,33 @@ class SGDOLFree(WatchingOptimizer):
         return True
 
     def _make_step(self, batch: Batch) -> None:
-        state, probes = self._learned(), self._evaluator()
+        state, probes, groups, passes = self._learned(), self._probes, self.param_groups, self._passes
+        assert passes is not None
         try:
-            multipliers(self.param_groups)  # raises if a scheduler has set an lr that is negative or not finite
-            self._warnings.multiplied(largest(self.param_groups), state.updates)
-            now = probes.first_evaluation(batch, self._moved())
-            self._warnings.taken(self._passes.contributions.distorted, self._world().warnings)  # type: ignore[union-attr]
+            multiplier = max(multipliers(groups))  # raises if a scheduler has set an lr that is negative or not finite
+            self._warnings.multiplied(largest(groups), state.updates)
+            now = first = probes.first_evaluation(batch, self._moved())
+            self._warnings.taken(passes.contributions.distorted, self._world().warnings)
             if not state.updates:
                 refuse_scaled(now.clipped)
             if not now.finite:
                 batch.undo()
-            state, now = probes.choose_start(state, now, batch, self._vector)
+            state, now = probes.choose_start(state, first, batch)
+            if now is not first:  # the step starts from another point
+                self._left = None
             if now.finite and state.first_norm > 0:
                 # In the first step contributions are whole vectors: free them before the momentum is allocated.
-                self._passes.contributions.forget()  # type: ignore[union-attr]
-                state = self._move(state, now)
+                passes.contributions.forget()
+                state = self._move(state, now, multiplier)
                 if abs(now.norm**2 - now.signal) <= now.layout.rounding * now.norm**2:
                     self._warnings.identical_again(state.updates)
-            elif not now.finite:
-                state = state._replace(skipped=state.skipped + 1)
-                self._metrics.forget()
-                self._warnings.skipped(self.param_groups, state.updates)
+            else:
+                self._note_point()
+                state = state._replace(evaluations=state.evaluations + probes.count)
+                if not now.finite:
+                    state = state._replace(skipped=state.skipped + 1)
+                    self._metrics.forget()
+                    self._warnings.skipped(groups, state.updates)
         except BaseException:  # misuse, an error of the closure at another point, or Ctrl-C
             batch.undo()
             for p in self._params():  # gradients may be those of another point
@@ -265,14 +271,12 @@ class SGDOLFree(WatchingOptimizer):
             self._note_point()
             raise
         self._unused.steps += 1
-        state = state._replace(evaluations=state.evaluations + probes.count)
         rule = state._asdict()
         self._learned_cache = rule, state
-        for group in self.param_groups:
+        for group in groups:
             group["rule"] = rule
             group["gradients"] = now.k
             group["step_size"] = state.step_size * float(group["lr"]) if state.step_size else group["step_size"]
-        self._note_point()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -365,57 +369,68 @@ class SGDOLFree(WatchingOptimizer):
 
     # One step ---------------------------------------------------------------------------------------------------------
 
-    def _move(self, state: State, now: Evaluation) -> State:
-        layout, D, options = now.layout, now.operators, self.param_groups[0]
-        usual = self._metrics.usual(layout) if state.updates >= self._settings.young else None
-        shortened = free.clipping(state, now.clipped * now.norm, usual, self._settings)
+    def _move(self, state: State, now: Evaluation, multiplier: float) -> State:
+        layout, D, settings, options = now.layout, now.operators, self._settings, self.param_groups[0]
+        usual = self._metrics.usual(layout) if state.updates >= settings.young else None
+        shortened = free.clipping(state, now.clipped * now.norm, usual, settings)
         clipped = now.clipped * shortened  # by the user and by this optimizer
-        beta = options["momentum"]
-        kept = beta * state.past if state.momentum_weight else 0.0  # after a rollback the momentum starts again
         decays = any(group["weight_decay"] for group in self.param_groups)
 
-        def pairs(e: int) -> list[tuple[Tensor, Tensor]]:
-            m = layout.vector("momentum", e)  # in the coordinates of D, which turn: observe() rotates it with them
-            m.mul_(kept).add_(now.h[e], alpha=(1 - beta) * clipped)  # m <- beta m + (1 - beta) g
-            layout.store("momentum", e, m)
-            x = D[e].divided(m)
-            return [(m, x), (x, x)] if decays else [(m, x)]
-
-        products = self._evaluator().products(layout, pairs)
+        # m <- beta m + (1 - beta) g, kept in the coordinates of D; d = D^-1 m / weight.
+        beta = options["momentum"]
+        kept = beta * state.past if state.momentum_weight else 0.0  # after a rollback the momentum starts again
         weight = beta * state.momentum_weight + (1 - beta)  # 1 - beta^t
-        state = free.track(state, now.loss, self._settings)._replace(momentum_weight=weight)
-        state = free.choose_step(state, root(products[0]) / weight, self._settings, max(multipliers(self.param_groups)))
-        state = free.observe(state, now.norm, now.squares, now.k, shortened, self._settings, given=now.clipped)
+        directions: Vector = []
+
+        def pairs(e: int) -> list[tuple[Tensor, Tensor]]:
+            m = layout.vector("momentum", e).mul_(kept).add_(now.h[e], alpha=(1 - beta) * clipped)
+            layout.store("momentum", e, m)
+            directions.append(D[e].divided(m))
+            return [(m, directions[e]), (directions[e],) * 2] if decays else [(m, directions[e])]
+
+        products = self._probes.products(layout, pairs)
+        state = free.track(state, now.loss, settings)
+        state = free.choose_step(state, root(products[0]) / weight, settings, multiplier)
+        state = free.observe(state, now.norm, now.squares, now.k, shortened, settings, given=now.clipped)
+
         # The average is over the points from which steps start, so no rejected step is ever in it.
         share = weight_in_average(state.updates, options["averaging"])
         self._average_of_frozen(layout, share)
-        eta = float(state.step_size * state.multiplier)
+        eta = float(state.step_size * multiplier)
         factor = eta / weight if options["maximize"] else -eta / weight
         rms = root(products[1] / layout.size) / weight if decays else 0.0
-        units = [rms * ratio for ratio in ratios(self.param_groups)]  # d has the group's ratio from D/rho already
+        units = [eta * rms * ratio for ratio in ratios(self.param_groups)]  # d has the group's ratio from D/rho already
         momentum: list[Any] = []
+        points: Vector = []
         memory = layout.real_parameters()
+        left = self._left[1] if self._left is not None and self._left[0] is layout else None
         for e, entry in enumerate(layout.entries):
-            x, s, m = layout.here(e), layout.vector("last_step", e), layout.vector("momentum", e)
+            x = left[e] if left is not None and entry.merged else layout.here(e)  # _moved() has compared them
+            xs, s = memory[layout.rows(e)], layout.vector("last_step", e)
             layout.vector("average", e, x).lerp_(x, share)
-            s.copy_(x)
-            d, xs = D[e].back(D[e].divided(m)), memory[layout.rows(e)]  # d_t = D^-1 m / weight
-            decay = eta * layout.groups[entry.group]["weight_decay"] * units[layout.places[entry.group]]
-            move_tensors(xs, layout.parts(e, d, to_read=True), factor, decay or None, entry.dtype)
-            layout.store("last_step", e, torch.sub(layout.here(e), s, out=s))
+            decay = units[layout.places[entry.group]] * layout.groups[entry.group]["weight_decay"]
+            d = D[e].back(directions[e])
+            point = torch.add(x * (1 - decay) if decay else x, d, alpha=factor)  # x <- (1 - decay) x - eta d
+            if xs[0].dtype != entry.dtype:
+                point = point.to(xs[0].dtype).to(entry.dtype)  # rounded as the parameter is
+            layout.store("last_step", e, torch.sub(point, x, out=s))
+            torch._foreach_copy_(xs, layout.parts(e, point, to_read=True))
+            points.append(point if entry.merged else sample(point))
             # The first update has D constant in each tensor, and chooses the bases.
-            momentum.append(m if D[e].turns or state.updates == 1 else None)
+            momentum.append(layout.vector("momentum", e) if D[e].turns or state.updates == 1 else None)
+        self._left = layout, points, _versions(layout)
         if state.past != 1:
             self._metrics.shorten_past(state.past)
         self._metrics.observe(layout, now.g, Gate(now.norm, 0.0), clipped, now.h, momentum)
         for e, m in enumerate(momentum):
             if m is not None:
                 layout.store("momentum", e, m, draw=1)
-        return state
+        return state._replace(momentum_weight=weight, evaluations=state.evaluations + self._probes.count)
 
     def _average_of_frozen(self, layout: Layout, share: float) -> None:
         # The average of a parameter that has been frozen approaches its value.
-        for p in set(self._params()).difference(layout.params):
+        params = self._params()
+        for p in set(params).difference(layout.params) if len(params) > len(layout.params) else ():
             if "average" in self.state.get(p, ()):
                 average = local(self.state[p]["average"])
                 average.lerp_(real_view(local(p.detach())).to(average.dtype), share)
@@ -455,24 +470,11 @@ class SGDOLFree(WatchingOptimizer):
             self._metrics.join(layout)
         return layout
 
-    def _vector(self, name: str) -> Vector:
-        layout = self._layout
-        assert layout is not None
-        fill: Vector | None = None
-        if name == "average" and not layout.has_vector(name):
-            fill = layout.parameters()  # that of a new parameter starts at its value
-        return [layout.vector(name, e, None if fill is None else fill[e]) for e in range(len(layout.entries))]
-
-    def _evaluator(self) -> Probes:
-        if self._probes is None:
-            assert self._passes is not None
-            sign = -1.0 if self.param_groups[0]["maximize"] else 1.0
-            self._probes = Probes(self._params(), self._passes, sign, self._active_layout, self._settings)
-        return self._probes
-
     def _assemble(self) -> None:
         super()._assemble()
-        self._probes = None
+        assert self._passes is not None
+        sign = -1.0 if self.param_groups[0]["maximize"] else 1.0
+        self._probes = Probes(self._params(), self._passes, sign, self._active_layout, self._settings)
         self._buffers = Buffers(self._params())
 
     def _note_point(self) -> None:

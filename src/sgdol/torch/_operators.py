@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sgdol._kronecker import rotate, rotate_back
 from sgdol.torch._vectors import CHUNK, PIECE, Vector, dot, product
 
 __all__ = ["IDENTITY", "Block", "Diagonal", "Opaque", "Operators", "Rated", "Rotated"]
@@ -170,8 +169,8 @@ class Block(NamedTuple):
     start: int
     stop: int
     shape: tuple[int, ...]  # (rows, columns), after the number of matrices if there are several
-    left: Any  # Q_L of each, or () for the identity...
-    right: Any  # ...and Q_R
+    into: tuple[Any, Any]  # (Q_L^T, Q_R) of each matrix: what X is multiplied by from both sides; None for 1
+    back: tuple[Any, Any]  # (Q_L, Q_R^T)
 
     def of(self, x: Tensor) -> Tensor:
         if x.numel() == math.prod(self.shape):
@@ -203,21 +202,23 @@ class Rotated(Operator):
     def turned(self, v: Tensor) -> Tensor:
         if self._cached is not None and self._cached[0] is v and self._cached[1] == v._version:
             return self._cached[2]
-        return self._apply(rotate, v)
+        return self._apply(v, [block.into for block in self._blocks])
 
     def cache_turned(self, v: Tensor, h: Tensor | None) -> None:
         # The version counter of v rises with every write in place, which makes the entry invalid.
         self._cached = None if h is None else (v, v._version, h)
 
     def back(self, h: Tensor) -> Tensor:
-        return self._apply(rotate_back, h)
+        return self._apply(h, [block.back for block in self._blocks])
 
-    def _apply(self, rotation: Callable[[Tensor, Any, Any], Tensor], x: Tensor) -> Tensor:
-        blocks = self._blocks
-        turned = [rotation(block.of(x), block.left, block.right) for block in blocks]
-        if len(blocks) == 1 and not blocks[0].start:
-            return turned[0].reshape(x.shape)
-        return torch.cat([x[: blocks[0].start], *(part.view(-1) for part in turned)])
+    def _apply(self, x: Tensor, bases: list[tuple[Any, Any]]) -> Tensor:
+        start = self._blocks[0].start
+        parts = [x[:start]] if start else []
+        for block, (left, right) in zip(self._blocks, bases, strict=True):
+            part = block.of(x)
+            part = part if left is None else left @ part
+            parts.append(part if right is None else part @ right)
+        return parts[0].reshape(x.shape) if len(parts) == 1 else torch.cat([part.view(-1) for part in parts])
 
     def divided(self, h: Tensor) -> Tensor:
         return h * self.inverse

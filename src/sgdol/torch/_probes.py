@@ -21,7 +21,7 @@ from sgdol.free import Settings, State
 from sgdol.torch._operators import Operators
 from sgdol.torch._passes import Passes
 from sgdol.torch._rerun import Replay
-from sgdol.torch._vectors import Layout, Vector
+from sgdol.torch._vectors import Layout, Vector, product
 
 __all__ = ["MOVED", "Batch", "Evaluation", "Probes", "loss_of"]
 
@@ -116,8 +116,8 @@ class Probes:
 
     def run_first(self, batch: Batch) -> None:
         self.count = 0
-        self._refuse_reshaped()
         if batch.closure:
+            self._refuse_reshaped()
             self._begin()
             with torch.enable_grad():
                 batch.replays[0].first()
@@ -187,6 +187,8 @@ class Probes:
         assert layout_of is not None
         passes = self._passes.finish()
         layout, world = layout_of(), self._passes.world
+        if layout is not self._passes.layout:
+            self._refuse_reshaped()
         if self._passes.contributions.thrown_away:
             raise RuntimeError(
                 "gradients were set to zero between the backward passes of the closure, so that .grad is not their "
@@ -261,16 +263,13 @@ class Probes:
 
     # Where the step starts from ---------------------------------------------------------------------------------------
 
-    def choose_start(
-        self, state: State, now: Evaluation, batch: Batch, vector: Callable[[str], Vector]
-    ) -> tuple[State, Evaluation]:
+    def choose_start(self, state: State, now: Evaluation, batch: Batch) -> tuple[State, Evaluation]:
         """Decide where the step starts from, move the parameters there, and leave the gradient there in ``.grad``.
 
         Args:
             state: what has been learned so far.
             now: the batch evaluated where the parameters are.
             batch: the batch, to be evaluated again.
-            vector: returns a vector of the optimizer by its name, "average" or "last_step".
 
         Returns:
             The new state, and the batch evaluated where the parameters are afterwards.
@@ -280,10 +279,12 @@ class Probes:
                 return state, now
             state = self._first_point(state, now, batch)
         elif free.alarm(state, now.loss, self._settings):
-            state, now = self._try_average(state, now, batch, vector("average"))
-        state = free.judge_first(state, now.norm if now.finite else math.nan, self._settings)
-        state, looks = free.wants_look_back(state, now.norm if now.finite else math.nan, self._settings)
-        return self._look_back(state, now, batch, vector("last_step")) if looks else (state, now)
+            state, now = self._try_average(state, now, batch)
+        norm = now.norm if now.finite else math.nan
+        if state.updates <= 1 or state.past != 1:
+            state = free.judge_first(state, norm, self._settings)
+        state, looks = free.wants_look_back(state, norm, self._settings)
+        return self._look_back(state, now, batch) if looks else (state, now)
 
     def _first_point(self, state: State, now: Evaluation, batch: Batch) -> State:
         """Check that the batch is the same when it is evaluated again; measure M along the first gradient."""
@@ -300,18 +301,20 @@ class Probes:
                 bracket = probing.next_probe(bracket, self._change(self.evaluate_again(batch), now))
         return free.begin(state, bracket.curvature * now.norm, now.norm)
 
-    def _try_average(self, state: State, now: Evaluation, batch: Batch, average: Vector) -> tuple[State, Evaluation]:
+    def _try_average(self, state: State, now: Evaluation, batch: Batch) -> tuple[State, Evaluation]:
         """The loss has jumped: return to the average of the weights if the loss of this batch is low there."""
         layout, x = now.layout, now.layout.point()
+        average = [layout.vector("average", e, here) for e, here in enumerate(x)]  # of a new parameter its value
         with self._parameters_moved(lambda: self._put(layout, x)) as stay:
             self._put(layout, average)
             there = self.evaluate_again(batch)
             stay[0] = there.finite and bool(free.confirms(state, now.loss, there.loss, self._settings))
         return (free.roll_back(state, self._settings), there) if stay[0] else (state, now)
 
-    def _look_back(self, state: State, now: Evaluation, batch: Batch, step: Vector) -> tuple[State, Evaluation]:
+    def _look_back(self, state: State, now: Evaluation, batch: Batch) -> tuple[State, Evaluation]:
         """Evaluate the batch before the last step as well; if that step was much too long, stay there."""
-        layout, D, x = now.layout, now.operators, step
+        layout, D = now.layout, now.operators
+        x = step = [layout.vector("last_step", e) for e in range(len(layout.entries))]
         self._step_back(layout, step)
         with self._parameters_moved(lambda: self._step_forth(layout, step)) as stay:
             before = self.evaluate_again(batch)
@@ -371,12 +374,11 @@ class Probes:
             layout: the parameters.
             pairs: ``pairs(e)`` yields entry e of a and b of each pair.
         """
-        world = self._passes.world
-        alone = not world.spread
-        rows = [[layout.number(e, a, b, alone) for a, b in pairs(e)] for e in range(len(layout.entries))]
-        columns = list(zip(*rows, strict=True))
-        if alone:
-            return [sum(column) for column in columns]
+        world, entries = self._passes.world, range(len(layout.entries))
+        if not world.spread:
+            rows = [[product(a, b) for a, b in pairs(e)] for e in entries]
+            return [sum(column) for column in zip(*rows, strict=True)]
+        columns = zip(*[[layout.number(e, a, b) for a, b in pairs(e)] for e in entries], strict=True)
         return world.total(layout.params, torch.stack([torch.cat(column) for column in columns])).sum(1).tolist()
 
 

@@ -19,7 +19,7 @@ from sgdol._numbers import maximum
 from sgdol.metrics import RMS, Factors, Kronecker, Means, Metric, is_diagonal
 from sgdol.torch._operators import Block, Diagonal, Opaque, Rotated
 from sgdol.torch._update import Gate
-from sgdol.torch._vectors import Layout, as_number, scalar_dtype, wide_dtype
+from sgdol.torch._vectors import Layout, as_number, product, scalar_dtype, wide_dtype
 from sgdol.torch._world import fitted, is_sharded, like_parameter, local, real_view
 
 __all__ = ["Matrices", "Squares", "Whole", "blank", "carried_over", "is_diagonal_on"]
@@ -65,22 +65,25 @@ class Squares:
             if weights.count(weights[0]) == len(weights):
                 self._weight = weights[0]
 
-    def _spread(self, numbers: Any) -> Tensor:
-        return self._layout.spread(self._e, numbers.to(self._entry.dtype))
-
     def sums(self) -> Tensor:
         """The sum of v/w over this rank's piece of each tensor."""
-        return self._sums(None) / maximum(self._weight, 1.0)  # w is 0 or at least 1
+        return self._sums().div_(maximum(self._weight, 1.0))  # w is 0 or at least 1
 
     def past_square(self, operator: Diagonal | Rotated) -> float:
         """The mean of <g, D^-1 g> over earlier gradients: sum of v/(D w)."""
+        if isinstance(self._weight, float):
+            return float(self._pooled(operator.inverse)) / max(self._weight, 1.0)
         return (self._sums(operator.inverse) / maximum(self._weight, 1.0)).sum().item()
 
-    def _sums(self, inverse: Tensor | None) -> Tensor:
+    def _sums(self, inverse: Tensor | None = None) -> Tensor:
         # The sum of v, or of v/D, over each tensor.
         if inverse is None:
             return self._layout.sums(self._e, self._squares())
         return self._layout.number(self._e, self._squares(), inverse)
+
+    def _pooled(self, inverse: Tensor) -> Any:
+        # The sum of v/D over all tensors.
+        return product(self._squares(), inverse)
 
     def operator(self, means: list[Any], overall: Any) -> Diagonal | Rotated:
         """D of the coming step: 1/D = (a v + b mean + c)^(-1/2).
@@ -90,15 +93,21 @@ class Squares:
             overall: the mean square over all tensors of the metric.
         """
         a, b, c = self._metric.coefficients(self._weight, overall)
-        mean = torch.stack(means).to(self._weights) if isinstance(means[0], Tensor) else self._weights.new_tensor(means)
-        constant = self._spread(b * mean + c)
-        return Diagonal(constant.rsqrt_()) if self._is_blank else self._operator(a, constant)
+        if isinstance(a, float):
+            constants = torch.tensor([b * x + c for x in means], dtype=self._entry.dtype, device=self._entry.device)
+        else:
+            mean = torch.stack(means) if isinstance(means[0], Tensor) else self._weights.new_tensor(means)
+            constants = (b * mean.to(self._weights) + c).to(self._entry.dtype)
+        if self._is_blank:
+            return Diagonal(self._layout.spread(self._e, constants).rsqrt_())
+        return self._operator(a if isinstance(a, float) else a.to(constants), constants)
 
-    def _operator(self, a: Any, constant: Tensor) -> Diagonal | Rotated:
-        # The coefficient a is a Python number, or one number for each tensor. D^2 = a v + constant.
+    def _operator(self, a: Any, constants: Tensor) -> Diagonal | Rotated:
+        # D^2 = a v + constant, where a is a Python number or, like the constant, one number for each tensor.
+        constant = self._layout.spread(self._e, constants)
         if isinstance(a, float):
             return Diagonal(torch.add(constant, self._squares(), alpha=a).rsqrt_())
-        return Diagonal(torch.addcmul(constant, self._squares(), self._spread(a)).rsqrt_())
+        return Diagonal(torch.addcmul(constant, self._squares(), self._layout.spread(self._e, a)).rsqrt_())
 
     def observe(self, g: Tensor, gate: Gate, scale: float, h: Tensor, momentum: Tensor | None) -> None:
         """Update the memory: v <- decay v + (scale g)^2, w <- decay w + 1.
@@ -112,8 +121,12 @@ class Squares:
                 none.
         """
         decay = gate.weight(self._metric.decay, 1.0)
-        self._weights.mul_(decay).add_(gate.weight(1.0))
-        self._read_weight()
+        if gate.host and isinstance(self._weight, float):
+            self._weight = decay * self._weight + 1
+            self._weights.fill_(self._weight)
+        else:
+            self._weights.mul_(decay).add_(gate.weight(1.0))
+            self._read_weight()
         if scale != 1:  # before squaring: scale^2 g^2 is in range where g^2 is not
             g, h = (g * scale,) * 2 if h is g else (g * scale, h * scale)
         self._add(g, h, decay, momentum)
@@ -138,13 +151,11 @@ class Matrices(Squares):
         vectors = [real_view(local(one["metric.square"])) for one in states if "metric.square" in one]
         first, sizes = len(vectors), self._entry.sizes
         self._start = start = sum(sizes[:first])  # of the matrices
-        self._decaying: list[Tensor] = []  # tensors that an update multiplies by the decay
         if first:
             self._v = torch.cat([v.reshape(-1) for v in vectors])
             self._tensor_of = torch.repeat_interleave(torch.arange(first), torch.tensor(sizes[:first])).to(
                 self._v.device
             )
-            self._decaying.append(self._v)
             if owned:
                 for p, one, v, part in zip(params, states, vectors, self._v.split(sizes[:first]), strict=False):
                     one["metric.square"] = like_parameter(part.view(v.shape), p)
@@ -156,10 +167,13 @@ class Matrices(Squares):
         for _, batch_states in groupby(states[first:], alike):
             batch = _Batch(start, first, list(batch_states))
             self._batches.append(batch)
-            self._decaying += batch.decaying
             start, first = batch.block.stop, batch.tensors.stop
 
-    def _sums(self, inverse: Tensor | None) -> Tensor:
+    def _pooled(self, inverse: Tensor) -> Any:
+        rest = product(self._v, inverse[: self._start]) if self._start else 0.0
+        return rest + sum(batch.sums(inverse).sum().item() for batch in self._batches)
+
+    def _sums(self, inverse: Tensor | None = None) -> Tensor:
         sums = [batch.sums(inverse) for batch in self._batches]
         if self._start:
             v = self._v if inverse is None else self._v * inverse[: self._start]
@@ -167,25 +181,25 @@ class Matrices(Squares):
             sums = [of_vectors.index_add_(0, self._tensor_of, v), *sums]
         return torch.cat(sums).to(self._weights.dtype)
 
-    def _operator(self, a: Any, constant: Tensor) -> Rotated:
+    def _operator(self, a: Any, constants: Tensor) -> Rotated:
         def inverse() -> Tensor:
-            x = constant.expand(self._entry.shape).contiguous()  # of a merged entry this is constant itself
+            parts = [batch.squares(a, constants).view(-1) for batch in self._batches]
             if self._start:
-                x[: self._start].addcmul_(self._v, self._spread(a)[: self._start]) if isinstance(a, Tensor) else x[
-                    : self._start
-                ].add_(self._v, alpha=a)
-            for batch in self._batches:
-                batch.add_squares(x, a)
-            return x.rsqrt_()
+                v = self._v * (a[self._tensor_of] if isinstance(a, Tensor) else a)
+                parts.insert(0, v.add_(constants[self._tensor_of]))
+            return (parts[0] if len(parts) == 1 else torch.cat(parts)).rsqrt_().view(self._entry.shape)
 
         return Rotated(inverse, [batch.block for batch in self._batches], keep=self._entry.merged)
 
     def _add(self, g: Tensor, h: Tensor, decay: Any, momentum: Tensor | None) -> None:
-        torch._foreach_mul_(self._decaying, decay)
+        squares = h * h  # of the first numbers, which are not rotated, those of g
         if self._start:
-            self._v.addcmul_(g[: self._start], g[: self._start])
+            self._v.mul_(decay).add_(squares[: self._start])
         for batch in self._batches:
-            batch.add(g, h, momentum)
+            batch.add_squares(squares, decay)
+        del squares  # a refresh needs much memory
+        for batch in self._batches:
+            batch.add(g, decay, momentum)
 
 
 class _Batch:
@@ -209,41 +223,47 @@ class _Batch:
 
         self._parts = parts = Factors(*map(stack, Factors._fields))
         self._count = parts.count.flatten()[0].item()
-        self._total = parts.rows.sum(-1)
-        self.decaying = [x for x in (parts.left, parts.right, parts.rows, parts.columns) if isinstance(x, Tensor)]
         self.tensors = slice(first, first + len(states))
         shape = (*parts.rows.shape, parts.columns.shape[-1])
-        self.block = Block(start, start + math.prod(shape), shape, parts.left_basis, parts.right_basis)
+        left, right = (basis if isinstance(basis, Tensor) else None for basis in (parts.left_basis, parts.right_basis))
+        into = None if left is None else left.mT, right
+        back = left, None if right is None else right.mT
+        self.block = Block(start, start + math.prod(shape), shape, into, back)
+        self._add_up()
 
-    def _share(self) -> Tensor:
+    def _add_up(self) -> None:
+        self._total = self._parts.rows.sum(-1, keepdim=True)
         # Of each row in the total, which is 0 before any gradient but 0. A product of two sums may leave the range.
-        return self._parts.rows / self._total.clamp(min=torch.finfo(self._total.dtype).tiny).unsqueeze(-1)
+        self._share = self._parts.rows / self._total.clamp(min=torch.finfo(self._total.dtype).tiny)
 
     def sums(self, inverse: Tensor | None) -> Tensor:
         if inverse is None:
             return self._total.reshape(-1)
-        over_columns = (self.block.of(inverse) @ self._parts.columns.unsqueeze(-1)).squeeze(-1)
-        return (self._share() * over_columns).sum(-1).reshape(-1)
+        over_columns = self.block.of(inverse) @ self._parts.columns.unsqueeze(-1)
+        return (self._share.unsqueeze(-2) @ over_columns).reshape(-1)
 
-    def add_squares(self, x: Tensor, a: Any) -> None:
-        # x <- x + a v, where a is a Python number, or one number for each tensor of the entry.
-        share = self._share()
-        if isinstance(a, Tensor):
-            share, a = share * a[self.tensors].to(share).reshape(self._total.shape).unsqueeze(-1), 1.0
-        self.block.of(x).addcmul_(share.unsqueeze(-1), self._parts.columns.unsqueeze(-2), value=a)
+    def squares(self, a: Any, constants: Tensor) -> Tensor:
+        # a v + constant; the constant, and a if it is no Python number, have one number for each tensor of the entry.
+        rows = self._share * (a[self.tensors].view(self._total.shape) if isinstance(a, Tensor) else a)
+        constant = constants[self.tensors].view((*self._total.shape, 1))
+        return torch.mul(rows.unsqueeze(-1), self._parts.columns.unsqueeze(-2)).add_(constant)  # faster than addcmul
 
-    def add(self, g: Tensor, h: Tensor, momentum: Tensor | None) -> None:
-        parts, g, h = self._parts, self.block.of(g), self.block.of(h)
-        squares = h * h
-        parts.rows.add_(squares.sum(-1))
-        parts.columns.add_(squares.sum(-2))
-        del squares  # a refresh needs much memory
+    def add_squares(self, squares: Tensor, decay: Any) -> None:
+        squares = self.block.of(squares)
+        self._parts.rows.mul_(decay).add_(squares.sum(-1))
+        self._parts.columns.mul_(decay).add_(squares.sum(-2))
+
+    def add(self, g: Tensor, decay: Any, momentum: Tensor | None) -> None:
+        parts, g = self._parts, self.block.of(g)
         # Only the device knows whether the update counts, and it is not waited for: the count rises in any case.
         self._count = following(self._count)
         parts.count.fill_(self._count)
         for factor, a in ((parts.left, g), (parts.right, g.mT)):
-            if isinstance(factor, Tensor):
-                (factor.addmm_ if factor.dim() == 2 else factor.baddbmm_)(a, a.mT)  # g g^T and g^T g
+            if isinstance(factor, Tensor):  # g g^T and g^T g
+                product_added = factor.addmm_ if factor.dim() == 2 else factor.baddbmm_
+                if isinstance(decay, Tensor):
+                    factor.mul_(decay)
+                product_added(a, a.mT, beta=1.0 if isinstance(decay, Tensor) else decay)
         if is_due(self._count):
             after, *changes = renewed(parts._replace(count=self._count))
             if momentum is not None:
@@ -252,7 +272,7 @@ class _Batch:
             for old, new in zip(parts, after, strict=True):
                 if isinstance(old, Tensor) and new is not old and isinstance(new, Tensor):
                     old.copy_(new)  # in place: the saved state refers to this tensor
-        self._total = parts.rows.sum(-1)
+        self._add_up()
 
 
 class Whole:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -110,17 +110,13 @@ class Replay:
         self.loss: Any = None  # of the first call; None if it raised an error
         self._scale: Any = 1.0
         devices = {p.device for one in buffers for p in one.params}
-        self._accelerators = sorted((d for d in devices if d.type not in ("cpu", "meta")), key=str)
-        self._random: dict[torch.device, Tensor] = {}
-        self._casts: list[dict[str, Any]] = []
-        self._before: list[_Saved] = []
+        self.accelerators = sorted((d for d in devices if d.type not in ("cpu", "meta")), key=str)
 
     def first(self) -> Any:
-        self._random = _random_states(self._accelerators)
-        self._casts = _autocast_states({HOST, *self._accelerators})
+        self._random = _random_states(self.accelerators)
+        self._casts = _autocast_states(self.accelerators)
         self._before = [saved for buffers in self._buffers for saved in buffers.saved()]
-        with self._running():
-            self.loss = self._call()
+        self.loss = self._run()
         return self.loss
 
     @torch.no_grad()
@@ -131,7 +127,7 @@ class Replay:
 
     def again(self) -> Any:
         """Repeat the call with the same random numbers and buffers, and restore those of now afterwards."""
-        random_now = _random_states(self._accelerators)
+        random_now = _random_states(self.accelerators)
         # All buffers, also those that no call was seen to change: this call may be the first to do it.
         buffers_now = [saved for buffers in self._buffers for saved in buffers.all()]
         _set_random_states(self._random)
@@ -139,11 +135,10 @@ class Replay:
         # The cache holds casts of the weights at the other point.
         torch.clear_autocast_cache()
         with ExitStack() as stack:
-            stack.enter_context(self._running())
             for state in self._casts:
-                stack.enter_context(torch.autocast(**state))
+                stack.enter_context(torch.autocast(*state))
             try:
-                return self._call()
+                return self._run()
             finally:
                 torch.clear_autocast_cache()
                 _set_random_states(random_now)
@@ -160,18 +155,13 @@ class Replay:
     def on_backward(self, gradient: Tensor) -> None:
         """Hook on the loss, whose gradient is the factor that a GradScaler has multiplied it by."""
         self._scale = gradient.detach()
-        self._mark_thread()
+        RUNNING[threading.get_ident()] = self  # on an accelerator backwards run in a thread of autograd
 
-    def _mark_thread(self) -> None:
-        # Hooks on parameters look here for the call that their backward belongs to. On an accelerator they run in a
-        # thread of autograd, which the hook on the loss marks.
+    def _run(self) -> Any:
+        # Hooks on parameters look here for the call that their backward belongs to.
         RUNNING[threading.get_ident()] = self
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        self._mark_thread()
         try:
-            yield
+            return self._call()
         finally:
             for thread in [thread for thread, replay in list(RUNNING.items()) if replay is self]:
                 RUNNING.pop(thread, None)
@@ -199,14 +189,8 @@ def _set_random_states(states: dict[torch.device, Tensor]) -> None:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
-def _autocast_states(devices: Iterable[torch.device]) -> list[dict[str, Any]]:
-    return [
-        {
-            "device_type": kind,
-            "dtype": torch.get_autocast_dtype(kind),
-            "enabled": torch.is_autocast_enabled(kind),
-            "cache_enabled": torch.is_autocast_cache_enabled(),
-        }
-        for kind in sorted({device.type for device in devices})
-        if torch.amp.is_autocast_available(kind)
-    ]
+def _autocast_states(accelerators: Iterable[torch.device]) -> list[tuple[str, torch.dtype, bool, bool]]:
+    """The arguments of torch.autocast that give the state of now, for each type of device."""
+    kinds = ["cpu", *sorted({d.type for d in accelerators if torch.amp.is_autocast_available(d.type)})]
+    caches = torch.is_autocast_cache_enabled()
+    return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), caches) for kind in kinds]

@@ -94,9 +94,8 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 def product(a: Tensor, b: Tensor) -> Any:
     """<a, b> as a Python float on the host; on an accelerator as :func:`dot` returns it."""
-    # The usual case without the reshaping of dot().
-    if a.dim() == 1 and TINY < a.numel() <= CHUNK and a.is_cpu:
-        value: float = torch.dot(a, b).item()
+    if TINY < a.numel() <= CHUNK and a.is_cpu:  # the usual case
+        value: float = (torch.dot(a, b) if a.dim() == 1 else torch.dot(a.reshape(-1), b.reshape(-1))).item()
         if SAFE[0] < abs(value) < SAFE[1] or a.dtype == torch.float64:
             return value
     scalar = dot(a, b)
@@ -108,6 +107,8 @@ def total(x: Tensor) -> Tensor:
     if x.dtype == wide or x.device.type != "cpu" or x.numel() <= TINY:
         return x.sum(dtype=wide)
     # sum(dtype=float64) of float32 converts number by number; pieces summed in float32 are ten times faster.
+    if x.numel() <= CHUNK:
+        return x.sum().to(wide)
     return torch.stack([piece.sum() for piece in x.reshape(-1).split(CHUNK)]).to(wide).sum()
 
 
@@ -348,9 +349,6 @@ class Layout:
         if kept is not x:
             entry = self.entries[e]
             kept.copy_(rounded(x, seed_of(self.groups[entry.group], self.params[entry.start], name, e, draw)))
-
-    def has_vector(self, name: str) -> bool:
-        return all((name, e) in self._vectors for e in range(len(self.entries)))
 
     def has_state(self, name: str, e: int) -> bool:
         return any(name in self._state.get(p, ()) for p in self.params[self.rows(e)])
