@@ -101,6 +101,12 @@ def test_groups_that_differ_and_share_nothing_are_two_optimizers(name, k):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("options", "rate"), [({"lr": 0.05}, 0.05), ({"smoothness": 2.0}, 0.05)])
+def test_an_lr_of_none_in_a_group_is_that_of_the_constructor(options, rate):
+    opt = SGDOL([{"params": parameters(), "lr": None}], **options)
+    assert float(opt.param_groups[0]["lr"]) == pytest.approx(rate)
+
+
 def test_groups_that_say_global_share_a_block_beside_others():
     params = parameters()
     groups = [

@@ -267,7 +267,7 @@ class Catalogue:
 
     def group(self, given: dict[str, Any]) -> dict[str, Any]:
         """A new parameter group, its own options checked. Torch adds the defaults of the others."""
-        group = dict(given)
+        group = {name: value for name, value in given.items() if name != "lr" or value is not None}
         if not isinstance(group["params"], Tensor | set):  # torch refuses a set, whose order is not known
             group["params"] = list(group["params"])
         options = self._checked({**self._given, **group})
