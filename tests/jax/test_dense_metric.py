@@ -69,6 +69,8 @@ def test_a_step_size_for_each_coordinate_needs_a_diagonal_metric():
         ValueError, match=r'granularity="coordinate" needs a metric whose D is a diagonal.*\'rms\'.*got metric=Dense\('
     ):
         sgdol(0.25, metric=Dense(), granularity="coordinate")
+    with pytest.raises(ValueError, match=r"got metric=Kronecker\("):
+        sgdol(0.25, metric="kronecker", granularity="coordinate")
     sgdol(0.25, metric=RMS(), granularity="coordinate")
 
 

@@ -312,6 +312,21 @@ def test_parameters_that_something_else_has_moved_are_counted():
     assert whole._cache_size() == 1  # the second call compiles nothing
 
 
+def test_diagnostics_read_the_state_inside_of_a_chain():
+    update, params, state = pieces()
+    assert np.isnan(diagnostics((state,))["signal_to_noise"])
+    for noise in 0.1 * np.random.default_rng(0).normal(size=(20, 4)):
+        updates, state = update(params, state, noise)
+        params = optax.apply_updates(params, updates)
+    now = diagnostics((state,))
+    assert (now["updates"], now["gradients"]) == (20, 2)
+    assert now["evaluations"] > 20
+    assert now["smoothness"] > 0
+    assert now["step_size"][0] > 0
+    assert 0 <= now["signal_to_noise"] < np.inf
+    assert now["noise_scale"] >= 0
+
+
 def test_misuse_is_named():
     optimizer = sgdol_free()
     x = jnp.asarray(START)

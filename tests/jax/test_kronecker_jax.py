@@ -155,11 +155,6 @@ def test_a_restored_run_goes_on_bit_for_bit(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_a_step_size_for_each_coordinate_is_refused():
-    with pytest.raises(ValueError, match=r'granularity="coordinate" needs a metric .*got metric=Kronecker\('):
-        sgdol(0.25, metric="kronecker", granularity="coordinate")
-
-
 @pytest.mark.parametrize(
     ("shapes", "turns", "dtype"),
     [

@@ -6,16 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from free_problems import (
-    PROBLEMS,
-    START,
-    D,
-    noisy,
-    parameters,
-    problem_closure,
-    reference,
-    train,
-)
+from free_problems import PROBLEMS, START, D, noisy, parameters, problem_closure, reference, train
 from loops import batch, closure_of, fit, flat, network, parts_of
 from pairs import pairwise
 from torch import nn

@@ -66,12 +66,16 @@ def throw_away(params, ledger, draw):
             ledger.throws_away(i)
 
 
-def multiply(params, ledger, draw, *, silently):
+def multiply(params, ledger, draw, ways):
+    way = draw.choice(ways)
     for i in draw.sample(range(len(params)), draw.choice([1, 2, len(params)])):
         factor = draw.choice([0.5, 0.1, 3.0, -1.0])
         if params[i].grad is not None:
             params[i].grad.detach_()
-            (params[i].grad.data if silently else params[i].grad).mul_(factor)
+            if way == "another tensor":
+                params[i].grad = params[i].grad * factor
+            else:
+                (params[i].grad.data if way == "behind autograd" else params[i].grad).mul_(factor)
             ledger.multiplies(i, factor)
 
 
@@ -88,12 +92,12 @@ def test_any_history_gives_the_statistics_of_its_contributions(seed):
             if passes and draw.random() < 0.2:
                 throw_away(params, ledger, draw)
             if draw.random() < 0.3:
-                multiply(params, ledger, draw, silently=False)
+                multiply(params, ledger, draw, ["in place"])
             one_pass(params, ledger, draw, generator)
         while ledger.statistics()[0] < 2 or draw.random() < 0.3:  # one alone would be held
             one_pass(params, ledger, draw, generator, len(params))
         if draw.random() < 0.3:
-            multiply(params, ledger, draw, silently=True)
+            multiply(params, ledger, draw, ["behind autograd", "another tensor"])
         k, u, n = ledger.statistics()
         expected_u, expected_n = expected_u + u, expected_n + n
         with warnings.catch_warnings():

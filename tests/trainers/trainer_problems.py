@@ -102,13 +102,14 @@ def language_model(dropout=0.0, **size):
 
 
 def arguments(folder, kind=None, **options):
-    """Quiet TrainingArguments: transformers' own, or of another kind."""
+    """Quiet TrainingArguments: transformers' own with a constant rate, or of another kind with its own defaults."""
+    constant = {}
     if kind is None:
         from transformers import TrainingArguments as kind
 
+        constant = {"lr_scheduler_type": "constant"}
     quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "use_cpu": True}
-    size = {"per_device_train_batch_size": 8, "lr_scheduler_type": "constant", "seed": 0}
-    return kind(str(folder), **{**quiet, **size, **options})
+    return kind(str(folder), **{**quiet, **constant, "per_device_train_batch_size": 8, "seed": 0, **options})
 
 
 def logged(trainer, name="loss"):
