@@ -11,7 +11,7 @@ import pytest
 import torch
 from loops import SOURCES, flat, objective, one_step, plain, scalar
 from pairs import pairwise
-from processes import in_threads
+from test_histories import Fail
 from torch.utils.checkpoint import checkpoint
 
 from sgdol import SGDOL
@@ -85,16 +85,12 @@ def optimizer(net, granularity, **options) -> SGDOL:
     return SGDOL(groups, lr=LR, alpha=ALPHA, granularity=granularity, **{**PLAIN, **options})
 
 
-def plain_pass(net, opt, loss, x) -> None:
-    loss.backward()
-
-
-def trained(net, objective, batches, granularity, k=2, one_pass=plain_pass) -> torch.Tensor:
-    """The same by the optimizer, in a loop whose backward passes are ``one_pass``."""
+def trained(net, objective, batches, granularity, k=2) -> torch.Tensor:
+    """The same by the optimizer."""
     opt = optimizer(net, granularity)
     for start in range(0, len(batches), k):
         for x in batches[start : start + k]:
-            one_pass(net, opt, objective(net, x) / k, x)
+            (objective(net, x) / k).backward()
         opt.step()
         opt.zero_grad()
         assert opt.diagnostics()["gradients"] == k
@@ -186,99 +182,6 @@ class Tied(torch.nn.Module):
 def test_a_tied_parameter_is_one_contribution_per_pass(granularity):
     expected = truth(Tied(), objective, inputs(6), granularity)
     assert_equal(trained(Tied(), objective, inputs(6), granularity), expected)
-
-
-# What is not a backward pass ------------------------------------------------------------------------------------------
-
-
-class Fail(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise RuntimeError("half-way")
-
-
-def fail_half_way(net, x) -> None:
-    """The head's gradients arrive, the stem's never do."""
-    with pytest.raises(RuntimeError, match="half-way"):
-        net[2:](Fail.apply(net[:2](x))).square().mean().backward()
-
-
-ZERO = {
-    "module": lambda net, opt: net.zero_grad(),
-    "module, to zeros": lambda net, opt: net.zero_grad(set_to_none=False),
-    "optimizer": lambda net, opt: opt.zero_grad(),
-}
-
-
-def one_whole_pass(net, x) -> None:
-    objective(net, -x).backward()
-
-
-def one_whole_pass_and_a_half(net, x) -> None:
-    one_whole_pass(net, x)
-    fail_half_way(net, x)
-
-
-@pairwise(
-    granularity=GRANULARITIES, thrown_away=[one_whole_pass, fail_half_way, one_whole_pass_and_a_half], zero=list(ZERO)
-)
-def test_passes_that_are_thrown_away_leave_nothing_behind(granularity, thrown_away, zero):
-    seen = []
-
-    def one_pass(net, opt, loss, x):
-        if len(seen) % 2 == 0:
-            thrown_away(net, x)
-            ZERO[zero](net, opt)
-        seen.append(x)
-        loss.backward()
-
-    expected = undisturbed(granularity)
-    assert_equal(trained(network(), objective, inputs(6), granularity, one_pass=one_pass), expected)
-
-
-def grad(net, loss, *others):
-    """Gradients of some parameters that nobody accumulates."""
-    torch.autograd.grad(loss, [p for module in others or [net] for p in module.parameters()], create_graph=True)
-
-
-KINDS = {
-    "with its graph retained": lambda net, loss, x: loss.backward(retain_graph=True),
-    "differentiable": lambda net, loss, x: loss.backward(create_graph=True),
-    "of given inputs": lambda net, loss, x: loss.backward(inputs=list(net.parameters())),
-    "in another thread": lambda net, loss, x: in_threads(loss.backward),
-    "after autograd.grad": lambda net, loss, x: (grad(net, objective(net, -x)), loss.backward()),
-    "before autograd.grad": lambda net, loss, x: (loss.backward(), grad(net, objective(net, -x))),
-    "between some of autograd.grad": lambda net, loss, x: (
-        grad(net, objective(net, -x), net[2]),
-        loss.backward(),
-        grad(net, objective(net, -x), net[0]),
-    ),
-}
-
-
-@granularities
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_every_kind_of_backward_is_one_contribution_and_autograd_grad_is_none(granularity, kind):
-    def one_pass(net, opt, loss, x):
-        KINDS[kind](net, loss, x)
-
-    found = trained(network(), objective, inputs(6), granularity, one_pass=one_pass)
-    assert_equal(found, undisturbed(granularity))
-
-
-def test_autograd_grad_alone_leaves_nothing_to_step_with():
-    net = network()
-    opt = SGDOL(net.parameters(), lr=LR)
-    for x in inputs(2):
-        grad(net, objective(net, x))
-    opt.step()
-    assert not opt.pending
-    assert_equal(flat(net.parameters()), flat(network().parameters()))
 
 
 # Gradients that nobody watched, or that reach some parameters only ----------------------------------------------------
