@@ -80,7 +80,9 @@ def is_free(name: str) -> bool:
 
 def ends(name: str) -> tuple[int, int]:
     """After how many steps a run is saved, pairs in the middle of one; and how many there are."""
-    return (8, 16) if is_free(name) else (3, 6)
+    if name == "free, kronecker":  # its bases have followed four times
+        return 8, 16
+    return (5, 10) if is_free(name) else (3, 6)
 
 
 def save(folder: str, net, opt, form: str) -> None:
