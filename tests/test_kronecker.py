@@ -59,7 +59,7 @@ def make(request):
         yield LIBRARIES[request.param]
 
 
-@pytest.mark.parametrize("past", [0, 1, 2, 3, 9, 21])
+@pytest.mark.parametrize("past", [0, 1, 3, 21])
 def test_d_is_that_of_the_reference(make, past):
     recorded = gradients(past + 2)
     D, _ = kronecker(recorded[:past], recorded[past], SHAPES)
