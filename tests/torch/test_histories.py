@@ -87,19 +87,17 @@ def fail_half_way(params, draw):
     assert any(p.grad is not None for p in shuffled[cut:])
 
 
-def throw_away(params, ledger, draw, opt, everything=False):
-    if everything or draw.random() < 0.3:
-        opt.zero_grad(set_to_none=draw.random() < 0.5)
-        ledger.entries = [[] for _ in params]
-        return
-    to_none = draw.random() < 0.5
-    for i in draw.sample(range(len(params)), draw.choice([1, len(params)])):
-        if params[i].grad is not None:
+def throw_away(params, ledger, draw, opt, counts):
+    to_none, count = draw.random() < 0.5, draw.choice(counts)
+    if count == len(params) and draw.random() < 0.5:
+        opt.zero_grad(set_to_none=to_none)
+    for i in draw.sample(range(len(params)), count):
+        if params[i].grad is not None:  # in ways that the optimizer does not see
             if to_none:
                 params[i].grad = None
             else:
                 params[i].grad.detach_().zero_()
-            ledger.throws_away(i)
+        ledger.throws_away(i)
 
 
 def multiply(params, ledger, draw, ways):
@@ -128,9 +126,9 @@ def test_any_history_gives_the_statistics_of_its_contributions(seed, granularity
         for passes in range(draw.randint(1, 4)):
             if draw.random() < 0.1:
                 fail_half_way(params, draw)
-                throw_away(params, ledger, draw, opt, everything=True)
+                throw_away(params, ledger, draw, opt, [len(params)])
             elif passes and draw.random() < 0.2:
-                throw_away(params, ledger, draw, opt)
+                throw_away(params, ledger, draw, opt, [1, len(params)])
             if draw.random() < 0.3:
                 multiply(params, ledger, draw, ["in place"])
             if draw.random() < 0.1:
