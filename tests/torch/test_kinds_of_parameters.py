@@ -234,7 +234,6 @@ def test_a_compiled_model_is_seen_as_the_plain_one_is(make):
 
 
 @both
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_compiled_autograd_is_refused_by_name(make):
     torch._dynamo.reset()
     net = nn.Linear(5, 1).double()
