@@ -72,7 +72,7 @@ def random_losses(horizon: int, seed: int, shape: tuple[int, ...] = ()) -> list[
 
 
 @every_learner
-def test_satisfies_the_protocol(learner):
+def test_every_learner_satisfies_the_protocol(learner):
     assert isinstance(learner, Learner)
 
 

@@ -67,7 +67,7 @@ def in_contrib(monkeypatch):
 
 
 @pytest.mark.parametrize("name", unittest.TestLoader().getTestCaseNames(*CASES))
-def test_optax(name):
+def test_optaxs_own_test_passes(name):
     result = unittest.TestResult()
     CASES[0](name).run(result)
     problems = result.failures + result.errors

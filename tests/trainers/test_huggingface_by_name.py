@@ -43,7 +43,7 @@ def test_with_a_learning_rate_by_name(tmp_path):
     assert torch.equal(named, plain)
 
 
-def test_on_the_command_line(tmp_path):
+def test_the_command_line_knows_the_name(tmp_path):
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
         ["--output_dir", str(tmp_path), "--optim", "sgdol_free", "--use_cpu"]
     )

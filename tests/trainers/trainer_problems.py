@@ -1,5 +1,7 @@
 """What the tests of several trainers train."""
 
+import functools
+
 import torch
 
 from sgdol import SGDOL, SGDOLFree
@@ -80,6 +82,26 @@ def by_samples(parts):
     """The share of each part in the samples of them all."""
     sizes = [len(labels) for _, labels, *_ in parts]
     return [size / sum(sizes) for size in sizes]
+
+
+def by_hand(kind, steps, objective, clip=None):
+    """The loop that is promised, written out: each step has its parts, of which objective(model, *part) is the loss.
+
+    Returns the model, the optimizer, the losses and the step sizes.
+    """
+    net = build()
+    opt = make(kind, net.parameters())
+    losses, step_sizes, norms = [], [], []
+
+    def clipped():
+        if clip is not None:
+            norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), clip).item())
+
+    for parts in steps:
+        losses.append(step_by_hand(kind, opt, parts, by_samples(parts), functools.partial(objective, net), clipped))
+        step_sizes.append(opt.diagnostics()["step_size"][0])
+    assert clip is None or max(norms) > clip, "nothing was clipped"
+    return net, opt, losses, step_sizes
 
 
 def halves(batch):
