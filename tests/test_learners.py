@@ -410,11 +410,6 @@ def test_every_learner_plays_in_the_optimizer_what_it_plays_by_itself(learner, g
     assert float(opt.param_groups[0]["step_size"]) == pytest.approx(0.5 * expected, rel=1e-14, abs=0)
 
 
-def test_what_is_no_learner_is_refused_by_the_optimizer():
-    with pytest.raises(TypeError, match=r"learner must be an object with initial, predict and observe"):
-        driven(object(), "global", steps=0)
-
-
 def test_the_state_of_a_learner_of_ones_own_can_be_loaded_again():
     _, opt = driven(Halving(), "global", steps=2)
     _, new = driven(Halving(), "global", steps=0)

@@ -55,14 +55,12 @@ OPTIONS: dict[str, dict] = {
 """With pairs, every step has one backward of the whole batch, and two steps make an update."""
 
 RUNS = [
-    ("global", "fsdp", "plain"),
     ("global", "fsdp", "as they are"),
     ("neither momentum nor hindsight", "fsdp", "flat"),
     ("tensor, momentum, averaging", "fsdp", "full"),
     ("pairs, coordinate, momentum", "fsdp", "as they are"),
     ("pairs, rms, hindsight", "fsdp", "plain"),
     ("global", "ddp", "flat"),
-    ("neither momentum nor hindsight", "ddp", "plain"),
     ("tensor, momentum, averaging", "ddp", "full"),
     ("free, euclidean", "fsdp", "full"),
     ("free, euclidean", "fsdp", "as they are"),
