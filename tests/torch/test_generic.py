@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import closure_of
+from loops import closure_of, one_step
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -430,10 +430,7 @@ def linear() -> torch.nn.Module:
 def train_linear(net, opt, steps: int, k: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        for _ in range(k):
-            net(torch.randn(4, 3, generator=generator)).square().mean().div(k).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (net(torch.randn(4, 3, generator=generator)).square().mean().div(k) for _ in range(k)))
 
 
 @with_passes("k, steps", (2, 0), (2, 2), (1, 2), (1, 3))

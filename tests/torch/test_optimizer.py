@@ -142,10 +142,7 @@ def test_the_first_move_of_a_group_that_joins_late_is_not_shrunk_by_momentum():
     a, b = scalar(), scalar()
     opt = SGDOL([{"params": [a]}, {"params": [b]}], smoothness=10.0, momentum=0.9, bias_correction=True)
     for update in range(11):
-        for _ in range(2):
-            ((a + b if update == 10 else a) / 2).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, ((a + b if update == 10 else a) / 2 for _ in range(2)))
     assert b.item() == pytest.approx(1 - 0.1)
 
 

@@ -89,10 +89,7 @@ def trained(net, objective, batches, granularity, k=2) -> torch.Tensor:
     """The same by the optimizer."""
     opt = optimizer(net, granularity)
     for start in range(0, len(batches), k):
-        for x in batches[start : start + k]:
-            (objective(net, x) / k).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (objective(net, x) / k for x in batches[start : start + k]))
         assert opt.diagnostics()["gradients"] == k
     assert opt.diagnostics()["updates"] == len(batches) // k
     return flat(net.parameters())
