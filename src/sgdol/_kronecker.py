@@ -113,8 +113,7 @@ class Kronecker(RMS):
     with the columns in the order of :math:`q^\top L q`, and the same for R. E is diagonal with entries from 1 to 2, so
     that eigenvectors are determined, up to their signs, also where L is 0. A side longer than 512 is not rotated, and
     neither are the rows of a matrix with more than 8 times as many rows as columns. The first update has D constant in
-    each tensor. Memory: :math:`2 (n^2 + m^2)` for a matrix, in torch :math:`n m` more. Leading dimensions of
-    the state's arrays are a batch.
+    each tensor. Memory: :math:`2 (n^2 + m^2)` for a matrix. Leading dimensions of the state's arrays are a batch.
 
     Args:
         decay: b in (0, 1], as in :class:`RMS`.

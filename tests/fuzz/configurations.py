@@ -50,6 +50,7 @@ class Run:
         """Whether ``torch.where`` decides, as on an accelerator."""
         self.comes_and_goes = self.pick(False, False, True) and all(self.sizes)
         """Whether tensors may take no part in some passes, or in a whole update."""
+        self.in_a_metric = any(group.metric != "euclidean" for group in self.groups)
         self.truth = Independent([replace(group) for group in self.groups], self.tensors)
         self.params = [torch.nn.Parameter(self._laid_out(t)) for t in self.tensors]
         self.opt = self._optimizer()
@@ -127,8 +128,10 @@ class Run:
         for _ in range(int(self.rng.integers(3, 12))):
             k = 2 if self.source == "pairs" else int(self.rng.integers(2, 6))
             gradients = centre + float(self.pick(0.0, 0.3, 3.0)) * self.rng.normal(size=(k, total))
-            # What a device has skipped, it begins the average of a tensor with that has never moved.
-            if self.pick(*[False] * 9, True) and not (self.on_device and self.comes_and_goes):
+            # The host does not know that a device has skipped an update. If it was the first one, the next begins
+            # the average of a tensor that has never moved, and a metric has D = 1 instead of one made of the gradient.
+            first = self.comes_and_goes or (self.in_a_metric and not self.truth.updates)
+            if self.pick(*[False] * 9, True) and not (self.on_device and first):
                 gradients[int(self.rng.integers(2)), int(self.rng.integers(total))] = self.pick(np.nan, np.inf)
             self._update(gradients)
             worst = max(worst, self._apart("x"))

@@ -56,11 +56,6 @@ def arguments(tmp_path, **options):
     return quiet_arguments(tmp_path, **{**free, **options})
 
 
-def optimizer_of(kind, params):
-    """The Trainer measures the norm of gradients by writing to them. The Kronecker metric then rounds otherwise."""
-    return SGDOLFree(params, metric="rms") if kind == "free" else make(kind, params)
-
-
 def stacked(rows):
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
@@ -71,7 +66,7 @@ def by_hand(kind, model, steps, summed=False):
     A part counts as much as it predicts, be it that the model divides a sum or that it returns a mean.
     """
     model.train()
-    opt = optimizer_of(kind, model.parameters())
+    opt = make(kind, model.parameters())
     losses = []
     for parts in steps:
         counts = [part["labels"].ne(-100).sum().item() for part in parts]
@@ -98,7 +93,7 @@ def chunks(rows, size):
 def test_a_model_that_counts_tokens_trains_as_by_hand(tmp_path, words, kind, accumulate):
     model, hand = language_model(), language_model()
     args = arguments(tmp_path, num_train_epochs=1, gradient_accumulation_steps=accumulate)
-    opt = optimizer_of(kind, model.parameters())
+    opt = make(kind, model.parameters())
     trainer = Trainer(model, args, train_dataset=words, optimizers=(opt, None))
     trainer.train()
     parts = chunks(words, BATCH if accumulate == 2 else BATCH // 2)
@@ -118,7 +113,7 @@ def test_a_mean_over_samples_is_weighted_by_samples(tmp_path, images):
     """The last batch has three of them."""
     model, hand = build_images(), build_images()
     args = arguments(tmp_path, num_train_epochs=2)
-    opt = optimizer_of("free", model.parameters())
+    opt = make("free", model.parameters())
     Trainer(model, args, train_dataset=images, optimizers=(opt, None)).train()
     parts = chunks(images[: 6 * BATCH], BATCH // 2)
     steps = [parts[i : i + 2] for i in range(0, len(parts), 2)]
@@ -158,7 +153,7 @@ def test_evaluation_checkpoints_and_the_end_are_at_the_average(tmp_path, words, 
         args,
         train_dataset=words,
         eval_dataset=words[:BATCH],
-        optimizers=(optimizer_of(kind, model.parameters()), None),
+        optimizers=(make(kind, model.parameters()), None),
         callbacks=[remember],
     )
     trainer.train()
@@ -182,7 +177,7 @@ def test_evaluation_checkpoints_and_the_end_are_at_the_average(tmp_path, words, 
 
 def test_training_again_goes_on_from_the_iterate(tmp_path, words, assert_same):
     model, hand = language_model(), language_model()
-    opt = optimizer_of("free", model.parameters())
+    opt = make("free", model.parameters())
     args = arguments(tmp_path, num_train_epochs=1)
     trainer = Trainer(model, args, train_dataset=words, optimizers=(opt, None))
     trainer.train()
@@ -199,13 +194,16 @@ def test_the_trainers_own_schedule_and_clipping_train_as_by_hand(tmp_path, words
     model, hand = language_model(), language_model()
     theirs = {"lr_scheduler_type": "linear", "max_grad_norm": 0.5}
     args = arguments(tmp_path, num_train_epochs=1, **theirs)
-    trainer = Trainer(model, args, train_dataset=words, optimizer_cls_and_kwargs=(SGDOLFree, {"metric": "rms"}))
+    trainer = Trainer(model, args, train_dataset=words, optimizer_cls_and_kwargs=(SGDOLFree, {}))
     trainer.train()
-    parts, opt = chunks(words, BATCH // 2), optimizer_of("free", hand.parameters())
+    decaying = trainer.get_decay_parameter_names(model)  # the first of the Trainer's two groups
+    groups = [[p for name, p in hand.named_parameters() if (name in decaying) == first] for first in (True, False)]
+    parts, opt = chunks(words, BATCH // 2), SGDOLFree([{"params": params} for params in groups])
     steps = len(parts) // 2
     hand.train()
     for step in range(steps):
-        opt.param_groups[0]["lr"] = 1 - step / steps
+        for group in opt.param_groups:
+            group["lr"] = 1 - step / steps
         pair = parts[2 * step : 2 * step + 2]
         counts = [part["labels"].ne(-100).sum().item() for part in pair]
 
@@ -219,8 +217,7 @@ def test_the_trainers_own_schedule_and_clipping_train_as_by_hand(tmp_path, words
     assert logged(trainer, "learning_rate") == pytest.approx([1 - step / steps for step in range(steps)])
     assert min(logged(trainer, "grad_norm")) > 0.5  # every step was clipped
     with opt.averaged():
-        for p, q in zip(model.parameters(), hand.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+        assert same_weights(model, hand)
 
 
 def test_a_part_in_which_nothing_is_predicted_adds_nothing(tmp_path, words):
@@ -233,6 +230,17 @@ def test_a_part_in_which_nothing_is_predicted_adds_nothing(tmp_path, words):
     Trainer(model, args, train_dataset=rows, optimizers=(opt, None)).train()
     assert opt.diagnostics()["updates"] == 2
     assert opt.diagnostics()["skipped"] == 0
+
+
+def test_a_last_batch_of_a_single_sample_is_left_out(tmp_path, words):
+    model = language_model()
+    opt = SGDOLFree(model.parameters())
+    trainer = Trainer(
+        model, arguments(tmp_path, num_train_epochs=1), train_dataset=words[: BATCH + 1], optimizers=(opt, None)
+    )
+    with pytest.warns(UserWarning, match="a batch of a single sample is a single gradient"):
+        trainer.train()
+    assert opt.diagnostics()["updates"] == 1
 
 
 def test_the_optimizer_may_be_given_by_its_class(tmp_path, words):

@@ -55,6 +55,11 @@ class Blocks:
         self.dtypes = [jnp.result_type(jnp.finfo(kind).dtype, jnp.float32) for kind in kinds]
         self.dtype = jnp.result_type(jnp.float32, *self.dtypes)
         """The widest of the types: that of sums over several leaves."""
+        largest_power = jnp.finfo(self.dtype).maxexp
+        self.holds_squares = largest_power >= 1024
+        """Whether the type holds every square that matters beside a given alpha, as float64 does."""
+        self.largest = 2.0 ** (3 * largest_power // 4)
+        """What alpha need not exceed: no sum of squares ever counts beside it, and it can still be multiplied."""
         self._sizes = [math.prod(shape) for shape in self.shapes]
         labels = list(range(len(leaves))) if granularity == "tensor" else [0] * len(leaves)
         if granularity == "group" and leaves:
@@ -68,25 +73,20 @@ class Blocks:
         """A zero for each block, in a type that sums can be kept in."""
         if self.per_coordinate:
             self.zeros = [jnp.zeros(shape, dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+        counts = [0] * self.count
+        for number, size in zip(self.block_of, self._sizes, strict=True):
+            counts[number] += size
+        whole = max(sum(counts), 1)
+        self.shares: list[Any] = [1.0] if granularity == "global" else [np.array(counts) / whole]
+        """By how much each block shares in the coordinates of all."""
+        if self.per_coordinate:
+            self.shares = [1.0 / whole] * len(leaves)
         pieces: dict[Any, list[int]] = {}
         for i, (size, dtype) in enumerate(zip(self._sizes, self.dtypes, strict=True)):
             joins = size <= _SMALL and dtype == self.dtype and not self.per_coordinate and _on_one_cpu()
             pieces.setdefault(self.block_of[i] if joins else (i,), []).append(i)
         self._pieces = list(pieces.values())
         """The leaves in each array of a vector."""
-
-    @property
-    def shares(self) -> list[Any]:
-        """By how much each block shares in the coordinates of all."""
-        whole = max(sum(self._sizes), 1)
-        if self.granularity == "global":
-            return [1.0]
-        if self.per_coordinate:
-            return [1.0 / whole] * len(self._sizes)
-        sizes = [0] * self.count
-        for number, size in zip(self.block_of, self._sizes, strict=True):
-            sizes[number] += size
-        return [jnp.asarray(sizes, self.dtype) / whole]
 
     def join(self, leaves: list[jax.Array]) -> list[jax.Array]:
         """The vector with these leaves, or several of them along a new first axis of every leaf."""

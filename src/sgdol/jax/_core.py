@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from sgdol import summary, surrogate
 from sgdol.jax._axes import sum_over
 from sgdol.jax._blocks import Blocks, as_real, numbers, total
-from sgdol.jax._metric import Memory, Norm, choose_unit, divided, in_unit, largest
+from sgdol.jax._metric import Memory, Norm, choose_unit, divided, in_unit
 from sgdol.jax._options import Scaling
 from sgdol.jax._sources import Gradients, refuse_integers, take
 from sgdol.learners import uses_hindsight
@@ -142,7 +142,7 @@ class Core:
         alphas, unit = blocks.zeros, jnp.zeros((), blocks.dtype)
         if options.alpha is not None:
             one = jnp.ones((), blocks.dtype)
-            if self._measures_in_alpha(blocks):
+            if blocks.holds_squares:
                 unit = choose_unit([jnp.sqrt(in_unit(options.alpha, one))], blocks.dtype)
             first = in_unit(options.alpha, jnp.where(unit > 0, unit, one))
             alphas = [zero + first.astype(zero.dtype) for zero in blocks.zeros]
@@ -177,12 +177,15 @@ class Core:
 
         # Gradients in units; D of the past, which without a past is made of the present mean.
         unit = state.unit
-        if not self._measures_in_alpha(blocks):
-            # A branch, as this is needed once: the largest entry of all gradients takes time to find.
-            unit = jax.lax.cond(unit > 0, lambda: state.unit, lambda: choose_unit(found.mean, blocks.dtype))
+        if options.alpha is None or not blocks.holds_squares:
+            # A branch, as this is needed once: the largest entry of all gradients takes time to find. Its condition
+            # waits for the gradient on purpose: the more kernels could run as soon as the step begins, the likelier XLA
+            # for CPUs hands them to other threads, which costs a small network more than the kernels do.
+            known = (unit > 0) | ~jnp.isfinite(jnp.sum(found.mean[0].ravel()[:1]))
+            unit += jax.lax.cond(known, lambda: jnp.zeros_like(unit), lambda: choose_unit(found.mean, blocks.dtype))
         has_unit, unit = unit > 0, jnp.where(unit > 0, unit, 1.0)
         given = found.mean
-        found = found._replace(vectors=[divided(v, unit) for v in found.vectors], mean=divided(found.mean, unit))
+        found = found._replace(mean=divided(found.mean, unit), others=divided(found.others, unit))
         mean = found.mean if self._scale_free else given
         memory = [] if self._memory.is_empty else self._memory.unpack(state.metric, blocks.tree, blocks.dtypes)
         norm = Norm(self._metric, memory, mean, blocks)
@@ -240,25 +243,22 @@ class Core:
             held = jax.tree.map(lambda g: jnp.where(enough, jnp.zeros_like(g), g), found.waiting)
         return jax.tree.unflatten(blocks.tree, moves), new._replace(counts=numbers(counts, jnp.int32), held=held)
 
-    def _measures_in_alpha(self, blocks: Blocks) -> bool:
-        """Whether a given alpha sets the unit: float64 holds every square that matters beside it."""
-        return self._options.alpha is not None and jnp.finfo(blocks.dtype).maxexp >= 1024
-
     def _measure(self, state: ScaleBySGDOLState, found: Gradients, norm: Norm, blocks: Blocks) -> _Statistics:
         r"""The statistics of the update.
 
         Over the devices of a named axis the k gradients are those of all devices, and besides their mean one number
-        per block is communicated: :math:`Q = \sum_i \|g_i\|^2, u = \frac{k}{k-1} (\|\bar g\|^2 - Q/k^2)`.
+        per block is communicated: :math:`V = \sum_i \|g_i - \bar g\|^2, u = \|\bar g\|^2 - \frac{V}{k(k-1)}`.
         """
         options, mean, k = self._options, found.mean, found.k
         d = norm.sharp(mean)
         own_n = n = blocks.products(mean, d)
-        if len(found.vectors) == 2:  # for equal gradients, u = n to the last bit
-            own_u = blocks.products(found.vectors[0], norm.sharp(found.vectors[1]))
+        if options.estimator == "paper":
+            own_u = blocks.products(mean, norm.sharp(found.others))
         else:
-            squares = blocks.products(found.vectors[0], norm.sharp(found.vectors[0], several=True))
+            several = found.others[0].ndim > mean[0].ndim
+            squares = blocks.products(found.others, norm.sharp(found.others, several))
             squares = sum_over(found.axes, squares) if found.axes else squares
-            own_u = [surrogate.symmetric_signal(length, q / k**2, k) for length, q in zip(n, squares, strict=True)]
+            own_u = [length - v / (k * (k - 1)) for length, v in zip(n, squares, strict=True)]
         low = blocks.zeros  # by how much products with earlier gradients in the momentum are low
         if options.epoch is not None:
             # Products of two gradients of one epoch are low by a number of which (n - u)/B is an unbiased estimate.
@@ -310,7 +310,7 @@ class Core:
             # kappa times the first non-zero squared gradient, to each block its even share by size.
             length = total(seen.own_n)
             kappa: Any = self._options.kappa
-            top = largest(length.dtype)
+            top = blocks.largest
             kappa = min(kappa, top) if isinstance(kappa, float) else jnp.minimum(kappa, top).astype(length.dtype)
             first = jnp.where(length > 0, jnp.minimum(kappa * length, top), 0.0)
             unset = jnp.max(alphas[0]) == 0 if alphas[0].size else total(alphas) == 0
@@ -318,7 +318,7 @@ class Core:
                 jnp.where(unset, jnp.broadcast_to((first * share).astype(a.dtype), a.shape), a)
                 for a, share in zip(alphas, blocks.shares, strict=True)
             ]
-        elif not self._measures_in_alpha(blocks):
+        elif not blocks.holds_squares:
             first = in_unit(self._options.alpha, unit)
             after = alphas = [jnp.where(state.unit > 0, a, first.astype(a.dtype)) for a in alphas]
         multipliers = [self._learner.predict(s, a) for s, a in zip(states, alphas, strict=True)]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from sgdol.jax._blocks import Blocks, total
 from sgdol.metrics import Euclidean, Means, Metric, Operator
 
-__all__ = ["Memory", "Norm", "choose_unit", "divided", "in_unit", "largest"]
+__all__ = ["Memory", "Norm", "choose_unit", "divided", "in_unit"]
 
 
 class Norm:
@@ -168,13 +168,8 @@ def divided(leaves: list[jax.Array], unit: jax.Array) -> list[jax.Array]:
     return [v * jnp.minimum(1 / unit, float(jnp.finfo(v.dtype).max)).astype(v.dtype) for v in leaves]
 
 
-def largest(dtype: Any) -> float:
-    """What alpha need not exceed: no sum of squares ever counts beside it, and it can still be multiplied."""
-    return 2.0 ** (3 * jnp.finfo(dtype).maxexp // 4)
-
-
 def in_unit(square: Any, unit: jax.Array) -> jax.Array:
-    """A positive number in units of the square of a unit, of the unit's type, and no larger than :func:`largest`.
+    """A positive number in units of the square of a unit, of the unit's type, and at most ``Blocks.largest``.
 
     A Python number may be out of that type's range, as long as the result is not.
 

@@ -18,11 +18,12 @@ __all__ = ["Gradients", "refuse_integers", "take"]
 class Gradients(NamedTuple):
     """The gradients of one call of ``update``: all that the statistics know of where they came from."""
 
-    vectors: list[list[jax.Array]]
-    """The two whose product is u; or one item: all gradients of this device, along a new first axis. Real, in float32
-    or wider."""
     mean: list[jax.Array]
-    """The gradient that the update follows: the mean of all, for the paper's estimator the first."""
+    """The gradient that the update follows: the mean of all, for the paper's estimator the first. Real, in float32 or
+    wider."""
+    others: list[jax.Array]
+    """What u is made of: for the paper's estimator the second gradient. Else a vector, or several along a new first
+    axis, whose squares add up to those of g_i - mean, of this device's gradients g_i."""
     k: int
     """How many gradients there are, over all devices."""
     axes: tuple[Any, ...]
@@ -64,13 +65,15 @@ def take(updates: Any, others: Any, held: Any, estimator: Estimator, axis_name: 
         updates = _pair(held, updates)
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(updates)]
     here, several = leaves[0].shape[0], [as_real(leaf) for leaf in leaves]
-    if estimator == "paper" or (here == 2 and not axes):
-        vectors = [blocks.join([g[i] for g in several]) for i in range(2)]
-        mean = vectors[0] if estimator == "paper" else [(a + b) / 2 for a, b in zip(*vectors, strict=True)]
+    if estimator == "paper":
+        mean, others_ = (blocks.join([g[i] for g in several]) for i in range(2))
+    elif here == 2 and not axes:  # g_1 - mean = -(g_2 - mean): one vector, which is 0 to the last bit if they are equal
+        mean = blocks.join([(g[0] + g[1]) / 2 for g in several])
+        others_ = blocks.join([(g[0] - g[1]) * 0.5**0.5 for g in several])
     else:
-        vectors = [blocks.join(several)]
-        mean = _axes.mean_over(axes, [add(g) / here for g in vectors[0]])
-    return Gradients(vectors, mean, here * devices, axes, [leaf.dtype for leaf in leaves], waiting)
+        mean = _axes.mean_over(axes, [add(g) / here for g in blocks.join(several)])
+        others_ = [g - m for g, m in zip(blocks.join(several), mean, strict=True)]
+    return Gradients(mean, others_, here * devices, axes, [leaf.dtype for leaf in leaves], waiting)
 
 
 def _of_devices(updates: Any, others: Any, axis_name: Any, estimator: Estimator) -> tuple[Any, Any, tuple[Any, ...]]:

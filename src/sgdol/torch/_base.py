@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -67,11 +67,8 @@ class WatchingOptimizer(Optimizer):
                 self._forget_other_shapes()
                 self._assemble()
 
-    def averaged(self) -> AbstractContextManager[None]:
-        return self._averaged()
-
     @contextmanager
-    def _averaged(self) -> Iterator[None]:
+    def averaged(self) -> Iterator[None]:
         if self._swapped:
             raise RuntimeError("the averaged weights are in the parameters already: averaged() does not nest")
         params = [p for p in self._params() if "average" in self.state.get(p, ())]
@@ -79,8 +76,8 @@ class WatchingOptimizer(Optimizer):
             with torch.no_grad():
                 averages = [local(self.state[p]["average"]) for p in params]
                 # The average of a complex parameter may be kept as pairs of real numbers.
-                pieces = [local(p) for p in params]
-                pieces = [p if a.is_complex() else real_view(p) for p, a in zip(pieces, averages, strict=True)]
+                pairs = zip(map(local, params), averages, strict=True)
+                pieces = [p if average.is_complex() else real_view(p) for p, average in pairs]
             with swapped_in(pieces, averages):
                 self._swapped = True
                 self._world().reshard()  # FSDP2 keeps gathered copies of the parameters

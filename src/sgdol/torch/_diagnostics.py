@@ -22,9 +22,7 @@ def zeros(like: Tensor) -> Tensor:
 
 
 def skipped(totals: Tensor) -> Tensor:
-    one = torch.zeros_like(totals)
-    one[ROWS.index("skipped")] = 1
-    return totals + one
+    return totals + totals.new_tensor([row == "skipped" for row in ROWS])
 
 
 def added(totals: Tensor, sums: list[Any]) -> Tensor:
@@ -38,7 +36,7 @@ def added(totals: Tensor, sums: list[Any]) -> Tensor:
 
 def report(totals: Tensor | None, k: int) -> dict[str, Any]:
     """What ``diagnostics()`` says of the totals (None before the first update); k is the number of gradients."""
-    values = dict.fromkeys(ROWS, 0.0) if totals is None else dict(zip(ROWS, totals.tolist(), strict=True))
+    values = dict(zip(ROWS, [0.0] * len(ROWS) if totals is None else totals.tolist(), strict=True))
     recent = values["recent_signal"], values["recent_length"]
     return {
         "signal_to_noise": summary.signal_to_noise(*recent),

@@ -16,19 +16,18 @@ from sgdol.torch import _checkpoint as checkpoint
 from sgdol.torch._averaging import UnusedAverage
 from sgdol.torch._base import WatchingOptimizer
 from sgdol.torch._checkpoint import FreeBlanks
-from sgdol.torch._free_options import (
-    INSTEAD,
-    OPTIONS,
+from sgdol.torch._options import INSTEAD_FREE as INSTEAD
+from sgdol.torch._options import OPTIONS_FREE as OPTIONS
+from sgdol.torch._options import (
     SHARED,
     checked,
     largest,
+    materialise,
     multipliers,
     ratios,
-    refuse_other_shapes,
-    refuse_other_states,
     refuse_scaled,
+    unknown_in_group,
 )
-from sgdol.torch._options import materialise, unknown_in_group
 from sgdol.torch._probes import MOVED, Batch, Evaluation, Probes, root
 from sgdol.torch._rerun import Buffers, Replay
 from sgdol.torch._update import Gate, move_tensors
@@ -167,7 +166,7 @@ class SGDOLFree(WatchingOptimizer):
         if torch.compiler.is_compiling():
             return torch.compiler.disable(self._step)(closure)
         if closure is None and checkpoint.is_asked():
-            checkpoint.create(self.param_groups, self.state, self._blanks)
+            self._blanks.create()
             return None
         return self._step(closure)
 
@@ -285,7 +284,7 @@ class SGDOLFree(WatchingOptimizer):
         if not self._swapped and self._world().mean(float(self._moved()))[0]:
             raise RuntimeError(MOVED)
         self._unused.asked = True
-        with super()._averaged():
+        with super().averaged():
             yield
         if self._left is not None:
             self._note_point()  # swapping has raised the versions of the parameters
@@ -497,17 +496,12 @@ class SGDOLFree(WatchingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state for :meth:`load_state_dict`. For torch.distributed.checkpoint call its ``get_state_dict``."""
         state_dict = super().state_dict()
-        return checkpoint.complete(state_dict, self._blanks) if checkpoint.is_asked() else state_dict
+        return self._blanks.complete(state_dict) if checkpoint.is_asked() else state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that ``state_dict()`` returned, exactly."""
-        refuse_other_states(state_dict)
-
-        def check(final: dict[str, Any]) -> None:
-            saved = [index for group in final["param_groups"] for index in group["params"]]
-            refuse_other_shapes(saved, final["state"], self._params())
-
-        checkpoint.load(self, super().load_state_dict, state_dict, check, self._loaded, in_basis=("momentum",))
+        check, then = checkpoint.refuse_other_states, self._loaded
+        checkpoint.load(self, super().load_state_dict, state_dict, check, then, in_basis=("momentum",))
 
     def _loaded(self) -> None:
         self._prepare()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-__all__ = ["Log", "finite", "scalars"]
+__all__ = ["Log", "finite", "inner", "scalars"]
 
 QUANTITIES = (  # of opt.diagnostics(), besides the step sizes
     "signal_to_noise", "noise_scale", "updates", "skipped", "gradients",
@@ -44,9 +44,12 @@ def scalars(optimizer: Any) -> dict[str, float]:
     >>> {name: value for name, value in scalars(opt).items() if name.startswith("step_size")}
     {'step_size/body': 0.5, 'step_size/head': 0.25}
     """
-    inner = _unwrapped(optimizer)
-    found = inner.diagnostics()
-    groups = {i: group for i, group in enumerate(inner.param_groups) if group["params"]}
+    sgdol = inner(optimizer)
+    if sgdol is None:
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        raise TypeError(f"optimizer must be an SGDOL, or a trainer's wrapper around one, got {kind}")
+    found = sgdol.diagnostics()
+    groups = {i: group for i, group in enumerate(sgdol.param_groups) if group["params"]}
     step_sizes = {label: found["step_size"][i] for i, label in _labels(groups).items()}
     return {**step_sizes, **{name: found[name] for name in QUANTITIES if name in found}}
 
@@ -141,14 +144,11 @@ def finite(values: Mapping[str, float], prefix: str = "") -> dict[str, float]:
     return {f"{prefix}{name}": value for name, value in values.items() if math.isfinite(value)}
 
 
-def _unwrapped(optimizer: Any) -> Any:
-    inner = optimizer
-    while inner is not None and not hasattr(inner, "diagnostics"):
-        inner = getattr(inner, "optimizer", None)  # where trainers' wrappers keep it
-    if inner is None:
-        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        raise TypeError(f"optimizer must be an SGDOL, or a trainer's wrapper around one, got {kind}")
-    return inner
+def inner(optimizer: Any) -> Any:
+    """The SGDOL or SGDOLFree inside of a trainer's wrappers, which keep it as ``.optimizer``; None if there is none."""
+    while optimizer is not None and not hasattr(optimizer, "diagnostics"):
+        optimizer = getattr(optimizer, "optimizer", None)
+    return optimizer
 
 
 def _labels(groups: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
@@ -157,4 +157,4 @@ def _labels(groups: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
         return dict.fromkeys(groups, "step_size")
     taken = list(names.values())
     # Groups may share a name: then their number follows.
-    return {i: f"step_size/{name}-{i}" if taken.count(name) > 1 else f"step_size/{name}" for i, name in names.items()}
+    return {i: f"step_size/{name}" + f"-{i}" * (taken.count(name) > 1) for i, name in names.items()}

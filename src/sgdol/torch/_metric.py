@@ -246,7 +246,8 @@ class Metrics:
         if kind is None or not any(name in state for name in kind.fields):
             return kind is not None and not kind.fields  # a metric without memory needs no past
         weight = state.get("metric.weight")
-        # A weight of 0 is that of a state which no update has changed. Reading it would wait for an accelerator.
+        # A weight of 0 is that of a state which no update has changed. Reading it would wait for an accelerator: where
+        # that has skipped its first update, D of the second one is 1.
         return weight is None or weight.device.type != "cpu" or weight.item() > 0
 
     # The unit ---------------------------------------------------------------------------------------------------------

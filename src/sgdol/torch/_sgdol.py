@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Never
 
 import torch
@@ -20,15 +21,7 @@ from sgdol.torch._blocks import Blocks, Granularity, Learned, share
 from sgdol.torch._checkpoint import Blanks, first_step_size
 from sgdol.torch._direction import Directions
 from sgdol.torch._gradients import Gradients, HeldPair
-from sgdol.torch._options import (
-    LEARNED_WITH,
-    OPTIONS,
-    Catalogue,
-    every_group_has_a_rate,
-    materialise,
-    refuse_unknown,
-    unknown_in_group,
-)
+from sgdol.torch._options import OPTIONS, Catalogue, materialise, refuse_unknown, unknown_in_group
 from sgdol.torch._update import Gate, move
 from sgdol.torch._vectors import Layout, as_number
 from sgdol.torch._world import Measured
@@ -146,15 +139,9 @@ class SGDOL(WatchingOptimizer):
         given = {name: value for name, value in locals().items() if name in OPTIONS or name == "smoothness"}
         refuse_unknown(unknown, type(self).__name__)
         self._catalogue = Catalogue(given)
-        params = materialise(params)
-        if self._catalogue.defaults["lr"] is None and params and not every_group_has_a_rate(params):
-            raise ValueError(
-                "lr or smoothness is needed: got neither. lr is the rate that torch.optim.SGD takes with the same "
-                "momentum; sgdol.SGDOLFree needs neither (experimental)"
-            )
         self._prepare()
         self._has_blanks = False
-        super().__init__(params, self._catalogue.defaults)
+        super().__init__(materialise(params), self._catalogue.defaults)
 
     @property
     def learner(self) -> Learner:
@@ -193,7 +180,7 @@ class SGDOL(WatchingOptimizer):
         """True if one gradient is held: the next ``step()`` adds the second one and updates."""
         return self._pair.pending
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def averaged(self) -> AbstractContextManager[None]:  # type: ignore[override]
         r"""Context manager: inside, the parameters are the average of the weights, for evaluation or saving.
 
         With ``averaging=a`` every update is followed by
@@ -220,7 +207,7 @@ class SGDOL(WatchingOptimizer):
         """
         if all(group["averaging"] is None for group in self.param_groups):
             raise RuntimeError("averaged() needs averages, got averaging=None: construct SGDOL with averaging=8")
-        return self._averaged()
+        return super().averaged()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; it may bring any of the constructor's options."""
@@ -282,7 +269,7 @@ class SGDOL(WatchingOptimizer):
             passes.watch()
             # torch.distributed.checkpoint makes the state by a step() with gradients of 0.
             if checkpoint.is_creating(groups, params, k, world):
-                checkpoint.create(groups, self.state, self._blanks)
+                self._blanks.create()
                 self._has_blanks = True
                 return None
         if self._has_blanks:  # that state has held gradients which nobody holds, and the blocks have read it
@@ -381,8 +368,8 @@ class SGDOL(WatchingOptimizer):
         return Blanks(
             self.param_groups,
             self.state,
-            self._catalogue.learner_of,
             self._metrics,
+            self._catalogue.learner_of,
             self._directions.keeps_direction,
         )
 
@@ -391,7 +378,7 @@ class SGDOL(WatchingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state for :meth:`load_state_dict`. For torch.distributed.checkpoint call its ``get_state_dict``."""
         state_dict = super().state_dict()
-        return checkpoint.complete(state_dict, self._blanks) if checkpoint.is_asked() else state_dict
+        return self._blanks.complete(state_dict) if checkpoint.is_asked() else state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that :meth:`state_dict` returned, exactly: sums, counts and the held gradient keep their type.
@@ -399,10 +386,8 @@ class SGDOL(WatchingOptimizer):
         Raises:
             ValueError: if it was saved by another configuration (estimator, granularity, learner, metric or alpha).
         """
-        checkpoint.load(self, super().load_state_dict, state_dict, self._refuse_another, self._loaded)
-
-    def _refuse_another(self, state_dict: dict[str, Any]) -> None:
-        checkpoint.refuse_another_configuration(state_dict, self.param_groups, LEARNED_WITH)
+        check = partial(checkpoint.refuse_another_configuration, self.param_groups)
+        checkpoint.load(self, super().load_state_dict, state_dict, check, self._loaded)
 
     def _loaded(self) -> None:
         self._assemble()

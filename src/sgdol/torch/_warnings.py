@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 __all__ = ["Warnings"]
 
@@ -20,17 +20,6 @@ SMALLEST, LARGEST = 0.02, 50.0
 WARM_UP = 100
 
 
-class _Streak(NamedTuple):
-    """How many times in a row something has happened, and the number of updates before the last time."""
-
-    times: int = 0
-    updates: int = -1
-
-    def after(self, updates: int, apart: int) -> _Streak:
-        # In a row if the last time was `apart` updates ago: 1, or 0 for skipped updates, which do not count as updates.
-        return _Streak(self.times + 1 if updates == self.updates + apart else 1, updates)
-
-
 class Warnings:
     """Counts what happens in a training, and warns when it is no accident any more.
 
@@ -40,11 +29,18 @@ class Warnings:
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._method = weakref.WeakMethod(warn)
-        self._zeros = self._skips = self._identical = _Streak()
+        self._streaks: dict[str, tuple[int, int]] = {}  # how often in a row, and the number of updates the last time
         self._lr: float | None = None  # of the last step of SGDOLFree
         self._low_steps: int | None = None  # how many steps ago lr fell below SMALLEST at once
         self._said_absolute = False
         self.several = False  # True once several gradients came in one step
+
+    def _streak(self, what: str, updates: int, apart: int = 1) -> bool:
+        """Count; True if it has happened STREAK times in a row: ``apart`` updates apart, 0 for skipped ones."""
+        times, last = self._streaks.get(what, (0, -1))
+        times = times + 1 if updates == last + apart else 1
+        self._streaks[what] = times, updates
+        return times == STREAK
 
     def held(self, groups: Sequence[dict[str, Any]]) -> None:
         # The paper's estimator needs that, and the last batch of an epoch may be a single gradient.
@@ -77,14 +73,15 @@ class Warnings:
         )
 
     def skipped(self, groups: Sequence[dict[str, Any]], updates: int) -> None:
-        self._skips = self._skips.after(updates, 0)
-        if self._skips.times == STREAK and "rule" in groups[0]:  # the state of SGDOLFree
+        if not self._streak("skipped", updates, apart=0):
+            return
+        if "rule" in groups[0]:  # the state of SGDOLFree
             self._say(
                 f"SGDOLFree has skipped {STREAK} steps in a row: the loss or the gradients are not finite. The step "
                 "size is not the cause, because steps that are too long are undone: look for inf and nan in the data, "
                 "in the loss function and in what overflows in low precision."
             )
-        elif self._skips.times == STREAK:
+        else:
             rates = sorted({float(group["lr"]) for group in groups})
             self._say(
                 f"SGDOL has skipped {STREAK} updates in a row: gradients are not finite, the training has diverged. "
@@ -100,10 +97,8 @@ class Warnings:
         )
 
     def stood_still(self, groups: Sequence[dict[str, Any]], updates: int) -> None:
-        if all(float(group["lr"]) == 0 for group in groups):  # frozen on purpose
-            return
-        self._zeros = self._zeros.after(updates, 1)
-        if self._zeros.times == STREAK:
+        frozen = all(float(group["lr"]) == 0 for group in groups)  # on purpose
+        if not frozen and self._streak("stood still", updates):
             self._say(
                 f"SGDOL's step size has been exactly 0 for {STREAK} updates in a row: the gradients of a step "
                 "contradict each other more than independent draws of one objective do. Usual causes: different "
@@ -114,8 +109,7 @@ class Warnings:
 
     def identical_again(self, updates: int) -> None:
         """The gradients of a step of SGDOLFree were identical."""
-        self._identical = self._identical.after(updates, 1)
-        if self._identical.times == STREAK:
+        if self._streak("identical", updates):
             self._say(
                 f"SGDOLFree was given identical gradients in {STREAK} steps in a row, so it cannot see any noise and "
                 "makes steps that are too long: the halves of the batch are the same samples, or the ranks have the "

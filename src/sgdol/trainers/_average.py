@@ -9,14 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Average", "inner", "put_back"]
+from sgdol.torch._log import inner
 
-
-def inner(optimizer: Any) -> Any:
-    """The SGDOL or SGDOLFree inside of a trainer's wrappers, which keep it as ``.optimizer``; None if there is none."""
-    while optimizer is not None and not hasattr(optimizer, "averaged"):
-        optimizer = getattr(optimizer, "optimizer", None)
-    return optimizer
+__all__ = ["Average", "put_back"]
 
 
 class Average:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from sgdol._extras import require
@@ -28,9 +29,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from sgdol.torch import Log, SGDOLFree
-from sgdol.torch._backward import split
-from sgdol.trainers._average import Average, inner, put_back
+from sgdol.torch import Log
+from sgdol.torch._backward import repeatable, split, watched
+from sgdol.torch._log import inner
+from sgdol.trainers._average import Average, put_back
 from sgdol.trainers._parts import check_parts
 
 __all__ = ["AveragedWeights", "Microbatches", "StepSizeMonitor"]
@@ -89,32 +91,22 @@ class Microbatches:
         if not self.accelerator.sync_gradients:
             return None
         window, self._window = self._window, []
-        losses: list[Tensor] = []
-
-        def closure() -> Tensor:
-            losses.append(self._evaluate(window))
-            return losses[-1]
-
-        self.optimizer.zero_grad()
-        if isinstance(inner(self.optimizer), SGDOLFree):
-            self.optimizer.step(closure)
-        else:
-            closure()
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return losses[0]
-
-    def _evaluate(self, window: list[tuple[Callable[..., Tensor], tuple[Any, ...]]]) -> Tensor:
         if len(window) > 1 or self.accelerator.num_processes > 1:
-            passes = [(1 / len(window), loss_fn, batch) for loss_fn, batch in window]
+            passes = [(1 / len(window), *each) for each in window]
         else:
-            loss_fn, batch = window[0]
             passes = [(share, loss_fn, part) for share, part in split(batch, self.parts)]
+        self.optimizer.zero_grad()
+        loss = repeatable(partial(self._run_passes, passes), len(passes), whole=len(passes) > 1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def _run_passes(self, passes: list[tuple[float, Callable[..., Tensor], tuple[Any, ...]]]) -> Tensor:
         total: Any = 0.0
         with torch.enable_grad():
             for number, (share, loss_fn, part) in enumerate(passes, start=1):
                 with contextlib.nullcontext() if number == len(passes) else self.accelerator.no_sync(self.model):
-                    loss = loss_fn(*part) * share
+                    loss = watched(loss_fn(*part) * share)
                     # which divides by this number
                     self.accelerator.backward(loss * self.accelerator.gradient_accumulation_steps)
                 total = total + loss.detach()

@@ -52,8 +52,8 @@ from transformers import TrainingArguments as _TrainingArguments
 
 from sgdol.torch import SGDOL, SGDOLFree
 from sgdol.torch._backward import repeatable, split, watched
-from sgdol.torch._log import finite, scalars
-from sgdol.trainers._average import Average, inner, put_back
+from sgdol.torch._log import finite, inner, scalars
+from sgdol.trainers._average import Average, put_back
 
 __all__ = ["AveragedWeights", "Microbatches", "StepSizeMonitor", "Trainer", "TrainingArguments"]
 
@@ -90,11 +90,10 @@ class Microbatches:
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The backward passes of a batch, in parts, which SGDOLFree can run again."""
         batches = self.current_gradient_accumulation_steps
-        if batches == 1 and self.args.world_size == 1 and self.parts > 1:
-            passes = self._split(inputs, num_items_in_batch)
-        else:
-            passes = [(batches, inputs, num_items_in_batch)]
-        return repeatable(partial(self._run_passes, model, passes, batches), len(passes))
+        splits = batches == 1 and self.args.world_size == 1 and self.parts > 1
+        passes = self._split(inputs, num_items_in_batch) if splits else [(batches, inputs, num_items_in_batch)]
+        whole = not splits or len(passes) > 1  # a batch of a single sample cannot be split
+        return repeatable(partial(self._run_passes, model, passes, batches), len(passes), whole=whole)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """The loss, whose backward is noted."""

@@ -22,10 +22,11 @@ that divides the batches of an epoch, for instance with ``limit_train_batches``.
 # ruff: noqa: E402  # what is missing is said before anything needs it
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from sgdol._extras import require
@@ -38,6 +39,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from sgdol.torch import Log, SGDOLFree
 from sgdol.torch._backward import repeatable, split, watched
+from sgdol.torch._log import finite
 from sgdol.torch._rerun import RUNNING
 from sgdol.trainers._average import Average, put_back
 from sgdol.trainers._parts import check_parts
@@ -72,8 +74,7 @@ class Microbatches(Callback):
         self.parts = check_parts(parts)
         self._earlier: list[tuple[Any, ...]] = []
         self._index = 0
-        self._evaluated = False
-        self._patched: tuple[Any, Callable[..., Any] | None] | None = None
+        self._undo = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse what cannot be, and put the split in front of ``training_step``."""
@@ -98,13 +99,13 @@ class Microbatches(Callback):
             zero_grad(trainer.current_epoch, self._index, optimizer)
             return self._run(trainer, pl_module, step, arguments)
 
-        pl_module.training_step = training_step  # type: ignore[method-assign]
+        self._undo.enter_context(_replaced(pl_module, "training_step", training_step))
         # Lightning calls it after training_step, which would lose all parts but the last.
-        pl_module.optimizer_zero_grad = _nothing  # type: ignore[method-assign]
+        self._undo.enter_context(_replaced(pl_module, "optimizer_zero_grad", _nothing))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Another batch, which nobody has evaluated."""
-        self._index, self._evaluated = batch_idx, False
+        """Note the number of the batch."""
+        self._index = batch_idx
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -115,18 +116,11 @@ class Microbatches(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the split away again."""
-        for name in ("training_step", "optimizer_zero_grad", "optimizer_step"):
-            vars(pl_module).pop(name, None)
-        if self._patched is not None:
-            optimizer, step = self._patched
-            vars(optimizer).pop("step")
-            if step is not None:
-                optimizer.step = step
-            self._patched = None
+        self._undo.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take the split away again."""
-        self.on_train_end(trainer, pl_module)
+        self._undo.close()
 
     def _evaluate_before_the_step(self, pl_module: LightningModule, optimizer: Any) -> None:
         """Let ``optimizer.step`` call Lightning's closure once, for its passes, and then step without a closure.
@@ -145,9 +139,8 @@ class Microbatches(Callback):
             step()
             return result
 
-        self._patched = optimizer, vars(optimizer).get("step")
-        pl_module.optimizer_step = optimizer_step  # type: ignore[method-assign, assignment]
-        optimizer.step = closure_first
+        self._undo.enter_context(_replaced(pl_module, "optimizer_step", optimizer_step))
+        self._undo.enter_context(_replaced(optimizer, "step", closure_first))
 
     def _accumulates(self, trainer: Trainer) -> bool:
         """Whether more batches come before the step; Lightning steps at the end of an epoch whatever there is."""
@@ -166,10 +159,9 @@ class Microbatches(Callback):
         replay = RUNNING.get(threading.get_ident())
         if replay is not None:
             replay.passes, replay.whole = len(passes), len(passes) > 1
+        evaluated = replay is not None and replay.loss is not None
         total = torch.zeros((), device=pl_module.device)
-        if self._evaluated:
-            pl_module.log = _nothing  # type: ignore[method-assign]
-        try:
+        with _replaced(pl_module, "log", _nothing) if evaluated else contextlib.nullcontext():
             for number, (share, each) in enumerate(passes, start=1):
                 output = step(*each)
                 loss = output["loss"] if isinstance(output, Mapping) else output
@@ -182,9 +174,6 @@ class Microbatches(Callback):
                     with torch.autocast(pl_module.device.type, enabled=False):
                         trainer.strategy.backward(loss, None)
                 total = total.detach() + loss
-        finally:
-            vars(pl_module).pop("log", None)
-        self._evaluated = True
         total = total * trainer.accumulate_grad_batches  # which Lightning divides by
         return {**output, "loss": total} if isinstance(output, Mapping) else total
 
@@ -204,6 +193,7 @@ class AveragedWeights(Callback):
     def __init__(self) -> None:
         super().__init__()
         self._average = Average()
+        self._undo = contextlib.ExitStack()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make sure that there is an average; from here on the weights in the model are those of the training."""
@@ -218,7 +208,7 @@ class AveragedWeights(Callback):
                 self._save(trainer, checkpoint)
             save(checkpoint)
 
-        pl_module.on_save_checkpoint = on_save_checkpoint  # type: ignore[method-assign]
+        self._undo.enter_context(_replaced(pl_module, "on_save_checkpoint", on_save_checkpoint))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the average in."""
@@ -236,7 +226,7 @@ class AveragedWeights(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the module as it was."""
-        vars(pl_module).pop("on_save_checkpoint", None)
+        self._undo.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Go back to the weights of the training, also from the midst of a validation."""
@@ -281,11 +271,8 @@ class StepSizeMonitor(Callback):
 
     def __init__(self, every: int | None = None) -> None:
         super().__init__()
-        self._log = Log(self._write, every=1 if every is None else every)
-        self._every = every
-        self._period = 0
-        self._trainer: Trainer | None = None
-        self._steps = 0
+        self._log = Log(every=1 if every is None else every)
+        self._every, self._period, self._steps = every, 0, 0
 
     @property
     def history(self) -> list[dict[str, float]]:
@@ -295,7 +282,7 @@ class StepSizeMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make sure that there is something to log."""
         _optimizer(trainer, "StepSizeMonitor")
-        self._trainer, self._steps = trainer, trainer.global_step
+        self._steps = trainer.global_step
         self._period = getattr(trainer, "log_every_n_steps", 50) if self._every is None else self._every
 
     def on_train_batch_end(
@@ -304,12 +291,10 @@ class StepSizeMonitor(Callback):
         """Log, if the optimizer has stepped and it is time to."""
         before, self._steps = self._steps, trainer.global_step
         if self._period and self._steps // self._period > before // self._period:  # 0 is Lightning's word for never
-            # as Lightning, which counts from 0
-            self._log.record(_optimizer(trainer, "StepSizeMonitor"), self._steps - 1)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let go of the Trainer."""
-        self._trainer = None
+            row = dict(self._log.record(_optimizer(trainer, "StepSizeMonitor"), self._steps - 1))  # counted from 0
+            step = int(row.pop("step"))
+            for logger in trainer.loggers:
+                logger.log_metrics(finite(row, prefix="sgdol/"), step=step)
 
     def state_dict(self) -> dict[str, Any]:
         """The history, for the checkpoint."""
@@ -318,10 +303,6 @@ class StepSizeMonitor(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the history of a checkpoint."""
         self._log.load_state_dict(state_dict)
-
-    def _write(self, values: Mapping[str, float], step: int) -> None:
-        for logger in [] if self._trainer is None else self._trainer.loggers:
-            logger.log_metrics(dict(values), step=step)
 
 
 def _optimizer(trainer: Trainer, asker: str) -> Any:
@@ -342,6 +323,18 @@ def _refuse_what_free_cannot(trainer: Trainer) -> None:
             f"SGDOLFree on {trainer.world_size} ranks takes one batch of each rank per step, got "
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
         )
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    # An attribute of this object alone, until the context ends.
+    own = {name: vars(owner)[name]} if name in vars(owner) else {}  # a scheduler replaces optimizer.step, too
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        vars(owner).pop(name, None)
+        vars(owner).update(own)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
