@@ -61,10 +61,12 @@ class Settings(NamedTuple):
     mean."""
     memory: float = 0.5
     """A curvature measured in step t has the weight t to this power."""
-    first_look_backs: int = 20
-    """M of the first point counts in the mean until the look-back of this number."""
+    first_look_backs: int = 12
+    """M of the first point counts in the mean until the look-back of this number; then M comes down to the mean."""
     fall: float = 0.5
-    """A look-back multiplies M by at least this."""
+    """On its way down a look-back multiplies M by at least this."""
+    margin: float = 36.0
+    """On its way down, look-back k does not let M fall below this many times the curvature that it measured, over k."""
     stiffness: float = 1e-3
     """M is at least this share of ||y||/||s||."""
 
@@ -124,7 +126,7 @@ class State(NamedTuple):
     smoothness: Number = 0.0
     """M, the measured smoothness."""
     first_smoothness: Number = 0.0
-    """M of the first point, while it counts in the mean; then 0."""
+    """M of the first point, until M has come down to the mean of the curvatures measured later; then 0."""
     look_backs: Number = 0
     """The number of look-backs, without those that rejected a step."""
     curvature: Number = 0.0

@@ -206,9 +206,11 @@ def sgdol_free(
                     else:
                         Q, Y, W = Q + share * r**2, Y + share * _norm(y, _solve(D, y)) ** 2 / ss, W + count
                         looks += 1
-                        M1 = M1 if looks < 20 else 0.0
-                        found = sqrt((max(Q, 1e-6 * Y) + M1**2) / (W + (M1 > 0)))
-                        M = max(found, M / 2) if found > 0 else M
+                        counted = M1 if looks < 12 else 0.0
+                        found = sqrt((max(Q, 1e-6 * Y) + counted**2) / (W + (counted > 0)))
+                        slowly = min(M, max(M / 2, 36 / looks * abs(r))) if counted < M1 else 0.0
+                        M1 = M1 if slowly > found else counted
+                        M = max(found, slowly) if found > 0 else M
 
         # 3. The step.
         if finite and alpha > 0:

@@ -20,9 +20,9 @@ from torch import Tensor
 from sgdol._numbers import ratio, sqrt
 from sgdol.learners import Learner, uses_hindsight
 from sgdol.surrogate import loss
-from sgdol.torch._direction import Direction, Part
+from sgdol.torch._direction import Direction
 from sgdol.torch._update import Gate
-from sgdol.torch._vectors import Layout, as_number, pieces, size
+from sgdol.torch._vectors import Layout, Section, as_number, pieces, size
 from sgdol.torch._world import World
 
 __all__ = ["GRANULARITIES", "Blocks", "Granularity", "Learned", "share"]
@@ -53,7 +53,7 @@ class Block(NamedTuple):
     owner: dict[str, Any]  # a group or the state of a parameter, where the learner's state is kept
     group: dict[str, Any]  # the first of its groups: they have the learner and alpha in common
     size: int  # how many shares of alpha it has: one for each scalar, also of those that take no part
-    rows: list[int]  # which of the numbers (sgdol.torch._vectors.Numbers) are in it
+    rows: list[int]  # which of the numbers of parameters (those of all sections but arrays) are in it
 
 
 class Learned(NamedTuple):
@@ -65,13 +65,7 @@ class Learned(NamedTuple):
 
 
 class _Family:
-    """The blocks of one learner, whose state is kept in their owners under ``learner.<field>``.
-
-    Args:
-        rule: the learner.
-        blocks: the blocks.
-        layout: the parameters.
-    """
+    """The blocks of one learner, the rule, whose state is kept in their owners under ``learner.<field>``."""
 
     def __init__(self, rule: Learner, blocks: list[Block], layout: Layout) -> None:
         self.rule, self.blocks = rule, blocks
@@ -79,19 +73,27 @@ class _Family:
         index = [i for i, block in enumerate(blocks) for _ in block.rows]
         self._rows, self._index = (torch.tensor(x, device=layout.like.device) for x in (rows, index))
         initial: Any = rule.initial(layout.like)
-        fields = []
-        for name, value in zip(initial._fields, initial, strict=True):
-            key = f"learner.{name}"
-            field = torch.stack([as_number(block.owner.get(key, value), layout.like) for block in blocks])
+        self._state, keys = type(initial), [f"learner.{name}" for name in initial._fields]
+        # One tensor of shape (fields, blocks); what stands in the owners is views of it.
+        self._table = layout.like.new_zeros(len(keys), len(blocks))
+        for key, value, field in zip(keys, initial, self._table, strict=True):
             for block, number in zip(blocks, field.unbind(), strict=True):
-                block.owner[key] = number  # a view: writing to the field writes to it
-            fields.append(blocks[0].owner[key] if len(blocks) == 1 else field)
-        self.state: Any = type(initial)(*fields)
+                block.owner[key] = number.copy_(as_number(block.owner.get(key, value), number))
+        self._first = self._table[:, 0]
+        self._on_host: Any = None  # the same memory as a numpy array, which is faster with so few numbers
 
-    def sums(self, values: Any, gate: Gate) -> Any:
-        """Numbers of tensors, summed over each block."""
-        if not isinstance(values, Tensor):
-            return values  # a sum already, or None where the learner does not use hindsight
+    def learn(self, alpha: tuple[Any, Any], numbers: Sequence[Any], gate: Gate) -> Any:
+        """The multiplier of each block; of a single block, a float if the host may read it."""
+        numbers = [self._sums(x, gate) if isinstance(x, Tensor) else x for x in numbers]  # else a sum already, or None
+        if len(self.blocks) > 1 or not gate.host:
+            fields = self._table if len(self.blocks) > 1 else self._first
+            return _learn(self.rule, self._state(*fields), alpha, numbers, gate)
+        if self._on_host is None:
+            self._on_host = self._first.numpy()
+        s, self._on_host[:] = _learned(self.rule, self._state(*self._on_host.tolist()), alpha, numbers)
+        return s
+
+    def _sums(self, values: Tensor, gate: Gate) -> Any:
         if len(self.blocks) == 1:
             return gate.number(values[self._rows].sum())
         return values.new_zeros(len(self.blocks)).index_add_(0, self._index, values[self._rows])
@@ -127,8 +129,13 @@ class Blocks:
         whole = len(labels) == 1 and all(group["granularity"] == "global" for group in groups)
         self._shares = 1 if whole else sum(size(p) for group in groups for p in group["params"])
         found: dict[Hashable, Block] = {}
-        for row, i in enumerate(layout.numbered):
-            p, place = layout.params[i], layout.places[layout.group_of[i]]
+        numbered = [
+            (layout.places[entry.group], p)
+            for e, entry in enumerate(layout.entries)
+            for p in layout.params[layout.rows(e)]
+            if not entry.coordinates
+        ]
+        for row, (place, p) in enumerate(numbered):
             label = _label(groups[place], place, p)
             if label not in found:
                 members = labels.get(label)
@@ -141,19 +148,19 @@ class Blocks:
         families = [[block for block in blocks if block.group["learner"] == name] for name in learners]
         self._families = [_Family(learner_of(family[0].group), family, layout) for family in families]
         self._has_one_block = len(blocks) == 1
-        self._options = self._options_now()
+        self._numbered = len(numbered)
+        self._arrays = [section for section in layout.sections if section.array]
+        self._options = [(*map(group.get, BLOCKS), len(group["params"])) for group in groups]
         self._final_alphas: list[tuple[Any, Any]] | None = None  # what _move_alphas returns once all are known
 
     def serves(self, layout: Layout) -> bool:
-        return layout is self.layout and self._options == self._options_now()
-
-    def _options_now(self) -> list[tuple[Any, ...]]:
-        return [(*map(group.get, BLOCKS), len(group["params"])) for group in self._groups]
+        options = [(*map(group.get, BLOCKS), len(group["params"])) for group in self._groups]
+        return layout is self.layout and options == self._options
 
     def pooled(self) -> bool:
         """Whether sums over all tensors are all that is needed: there is one block, and no option differs by tensor."""
         groups = self.layout.groups
-        if not self._has_one_block or self.layout.coordinates or any(isinstance(g["lr"], Tensor) for g in groups):
+        if not self._has_one_block or self._arrays or any(isinstance(g["lr"], Tensor) for g in groups):
             return False
         return all(group.get(name) == groups[0].get(name) for group in groups[1:] for name in POOLED)
 
@@ -167,68 +174,67 @@ class Blocks:
             squared: ||g||^2, of which alpha is made in the first update.
             gate: whether the update counts.
         """
-        layout, groups, parts = self.layout, self.layout.groups, direction.parts.parts
+        layout, groups, sections = self.layout, self.layout.groups, direction.sections
         lrs = [g["lr"] if isinstance(g["lr"], float) else gate.number(g["lr"]) for g in groups]
         rates = [lr / (1 - group["momentum"]) for lr, group in zip(lrs, groups, strict=True)]
         alphas = self._move_alphas(squared, gate)
         multipliers = self._multipliers(direction, alphas, gate)
         arrays = iter(alphas[len(self._families) :])
-        etas: list[Any] = [None] * len(layout.entries)
+        etas: list[Any] = []
         rows: list[Any] = []
-        for p, part in enumerate(parts):
-            rate, u, n = rates[part.group], direction.u[p], direction.n[p]
-            if p < len(multipliers):
-                rows.append(_sums(multipliers[p], u, n, n))
-                etas_of_part = rate * multipliers[p]
-                one = not isinstance(etas_of_part, Tensor) or not etas_of_part.dim()
-                sizes = [len(layout.entries[e].sizes) for e in part.entries]
-                values = [etas_of_part] * len(sizes) if one else etas_of_part.split(sizes)
-                for e, eta in zip(part.entries, values, strict=True):
-                    etas[e] = eta
+        for i, section in enumerate(sections):
+            rate, u, n = rates[section.group], direction.u[i], direction.n[i]
+            if section.array:
+                rows.append(self._learn_coordinates(section, direction, i, rate, next(arrays), gate))
+                etas.append(u)
             else:
-                (e,) = part.entries
-                rows.append(self._learn_coordinates(e, direction, p, rate, next(arrays), gate))
-                etas[e] = u
-        if len(rows) > len(multipliers):
-            params = [layout.params[layout.entries[e].start] for e in layout.coordinates]
-            table = self._world().total(params, torch.stack(rows[len(multipliers) :], dim=1))
-            rows[len(multipliers) :] = table.unbind(1)
+                s = multipliers[i]
+                rows.append(_sums(s, u, n, n))
+                one = not isinstance(s, Tensor) or not s.dim()
+                sizes = [len(layout.entries[e].sizes) for e in section.entries]
+                etas += [rate * s] * len(sizes) if one else (rate * s).split(sizes)
+        if self._arrays:  # this rank's
+            places = [i for i, section in enumerate(sections) if section.array]
+            params = [layout.params[layout.entries[section.entries[0]].start] for section in self._arrays]
+            table = self._world().total(params, torch.stack([rows[i] for i in places], dim=1))
+            for i, row in zip(places, table.unbind(1), strict=True):
+                rows[i] = row
         rows = [row if isinstance(row, list) else row.tolist() if gate.host else row.unbind() for row in rows]
-        sums = [sum(rates[part.group] * row[i] for part, row in zip(parts, rows, strict=True)) for i in range(3)]
-        shown = [lr * self._shown(place, parts, multipliers, rows, gate) for place, lr in enumerate(lrs)]
+        weights = [rates[section.group] for section in sections]
+        sums = [sum(rate * row[i] for rate, row in zip(weights, rows, strict=True)) for i in range(3)]
+        shown = [lr * self._shown(place, sections, multipliers, rows, gate) for place, lr in enumerate(lrs)]
         return Learned(etas, shown, sums)
 
     def _multipliers(self, direction: Direction, alphas: list[tuple[Any, Any]], gate: Gate) -> list[Any]:
-        """The multipliers of each part that has no arrays: a number for all its tensors, or one of each."""
-        parts, like = direction.parts, self.layout.like
-        numbers = [parts.join(values)[0] for values in (direction.u, direction.n, direction.last)]
-        found = [
-            _learn(family.rule, family.state, alpha, [family.sums(values, gate) for values in numbers], gate)
-            for family, alpha in zip(self._families, alphas, strict=False)
+        """The multipliers of each section: a number for all its parameters, or one of each; None of arrays."""
+        sections, like = direction.sections, self.layout.like
+        numbers = [
+            values[0] if len(sections) == 1 else self._joined(sections, values)
+            for values in (direction.u, direction.n, direction.last)
         ]
+        found = [family.learn(alpha, numbers, gate) for family, alpha in zip(self._families, alphas, strict=False)]
         if self._has_one_block:
-            return found * (len(parts.parts) - len(self.layout.coordinates))
-        out = like.new_ones(len(self.layout.numbered))
+            return found * len(sections)
+        out = like.new_ones(self._numbered)
         for family, s in zip(self._families, found, strict=True):
             family.spread(s, out)
-        return parts.cut([out])
+        parts = iter(out.split([section.params for section in sections if not section.array]))
+        return [None if section.array else next(parts) for section in sections]
+
+    def _joined(self, sections: list[Section], values: list[Any]) -> Any:
+        """The numbers of all sections but arrays; None if there are none."""
+        some = [(s, x) for s, x in zip(sections, values, strict=True) if not s.array]
+        blank = self.layout.like.expand(self._numbered)
+        known = any(x is not None for _, x in some)
+        return torch.cat([blank[: s.params] if x is None else x for s, x in some]) if known else None
 
     def _learn_coordinates(
-        self, e: int, direction: Direction, p: int, rate: Any, alpha: tuple[Any, Any], gate: Gate
+        self, section: Section, direction: Direction, i: int, rate: Any, alpha: tuple[Any, Any], gate: Gate
     ) -> Tensor:
-        """Write the step size of each coordinate over u, which saves an array; returns :func:`_sums`.
-
-        Args:
-            e: the entry.
-            direction: d, u, n and last.
-            p: the entry's part.
-            rate: lr/(1 - beta).
-            alpha: before this update, and from this update on.
-            gate: whether the update counts.
-        """
-        rule: Any = self._learner_of(self.layout.groups[self.layout.entries[e].group])
-        u, n, last = direction.u[p], direction.n[p], direction.last[p]
-        fresh = rule.initial(u.new_zeros(()))
+        """Write the step size of each coordinate of section i over u, which saves an array; returns :func:`_sums`."""
+        (e,), rule = section.entries, self._learner_of(self.layout.groups[section.group])
+        u, n, last = direction.u[i], direction.n[i], direction.last[i]
+        fresh: Any = rule.initial(u.new_zeros(()))
         fields = [
             self.layout.vector(f"learner.{name}", e, value) for name, value in zip(fresh._fields, fresh, strict=True)
         ]
@@ -241,14 +247,13 @@ class Blocks:
             torch.mul(s, rate, out=u_)
         return torch.stack(sums).to(self.layout.like).sum(0)
 
-    def _shown(self, place: int, parts: list[Part], multipliers: list[Any], rows: list[Any], gate: Gate) -> Any:
+    def _shown(self, place: int, sections: list[Section], multipliers: list[Any], rows: list[Any], gate: Gate) -> Any:
         """The one s of a group whose move has the same length: sqrt(sum (s_i d_i)^2 / sum d_i^2)."""
-        pooled = len(parts) == 1
-        of_group = [p for p, part in enumerate(parts) if pooled or part.group == place]
+        of_group = [i for i, section in enumerate(sections) if len(sections) == 1 or section.group == place]
         if self.layout.groups[place]["granularity"] in ("global", "group"):
             s = multipliers[of_group[0]]  # the same for all tensors
             return gate.number(s[0]) if isinstance(s, Tensor) and s.dim() else s
-        lengths, moved = (sum(rows[p][i] for p in of_group) for i in (3, 4))
+        lengths, moved = (sum(rows[j][i] for j in of_group) for i in (3, 4))
         return sqrt(ratio(moved, lengths, otherwise=1.0))
 
     # Alpha ------------------------------------------------------------------------------------------------------------
@@ -271,7 +276,7 @@ class Blocks:
     def _alphas(self, gate: Gate) -> list[Any]:
         layout = self.layout
         blocks = [[self._alpha(b.group, b.size, gate) for b in family.blocks] for family in self._families]
-        coordinates = [self._alpha(layout.groups[layout.entries[e].group], 1, gate) for e in layout.coordinates]
+        coordinates = [self._alpha(layout.groups[section.group], 1, gate) for section in self._arrays]
         stacked = [torch.stack([as_number(x, layout.like) for x in row]) if row[1:] else row[0] for row in blocks]
         return [*stacked, *coordinates]
 
@@ -295,24 +300,23 @@ class Blocks:
             group["alpha_learned"] = gate.choose(torch.where(old > 0, old, new), old)
 
 
-def _learn(rule: Any, fields: Any, alpha: tuple[Any, Any], numbers: Sequence[Any], gate: Gate) -> Any:
-    """Predict the multipliers s of some blocks, then observe (u, n, last), in place. Returns s.
+def _learned(rule: Any, state: Any, alpha: tuple[Any, Any], numbers: Sequence[Any]) -> tuple[Any, Any]:
+    """The multipliers s of some blocks, and the learner's state after their numbers (u, n, last).
 
-    Args:
-        rule: the learner.
-        fields: its state, a named tuple of tensors. Single numbers are learned as Python floats if the host may.
-        alpha: before this update, and from this update on.
-        numbers: (u, n, last) of the blocks.
-        gate: whether the update counts.
+    ``alpha`` is that before this update, and that from this update on.
     """
-    state = type(fields)(*(x if x.dim() else gate.number(x) for x in fields))
     # The multiplier is taken before (u, n) are observed: it must not see the gradients that it scales.
     s = rule.predict(state, alpha[0])
     u, n, last = numbers
-    new = rule.observe(state, s, u, n, alpha[1], **({"last": last} if uses_hindsight(rule) else {}))
+    return s, rule.observe(state, s, u, n, alpha[1], **({"last": last} if uses_hindsight(rule) else {}))
+
+
+def _learn(rule: Any, state: Any, alpha: tuple[Any, Any], numbers: Sequence[Any], gate: Gate) -> Any:
+    """As :func:`_learned`; the new state is written to the tensors of the old one. Returns s."""
+    s, new = _learned(rule, state, alpha, numbers)
     # What a learner returns may be a field of its state: all are read before any is written to.
-    s, *new = (x.clone() if any(x is field for field in fields) else x for x in (s, *new))
-    for field, value in zip(fields, new, strict=True):
+    s, *new = (x.clone() if any(x is field for field in state) else x for x in (s, *new))
+    for field, value in zip(state, new, strict=True):
         chosen = gate.choose(value, field)
         field.copy_(chosen) if isinstance(chosen, Tensor) else field.fill_(chosen)
     return s

@@ -9,8 +9,9 @@ exactly 0 for a contribution that is alone, so the first one needs no product at
 their mean and no rank knows its own S: there Q is kept.
 
 * Large tensors are measured when a contribution arrives.
-* Contributions to merged small tensors are copied, and measured at the end of the step.
-* While D is not known, in the first update of a metric, all contributions are copied.
+* Contributions to merged small tensors are copied, and measured at the end of the step. In a single process they are
+  differences: of ``.grad`` after a backward and before it, both of which are read anyway.
+* While D is not known, in the first update of a metric, contributions to large tensors are copied too.
 
 A factor on ``.grad`` after a backward (GradScaler, ``clip_grad_norm_``) is a factor on all contributions to it. So
 ||S||^2 is measured when a backward ends and again before use, and what is kept follows the ratio, which is exactly 1 if
@@ -25,10 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgdol.surrogate import symmetric_signal
 from sgdol.torch._gradients import Gradients
 from sgdol.torch._metric import Metrics
-from sgdol.torch._operators import IDENTITY, Operators
 from sgdol.torch._vectors import Layout, Numbers, Vector, as_number, product
 from sgdol.torch._world import LocalSums, World, local
 
@@ -53,7 +52,6 @@ class Contributions:
 
     def __init__(self, layout: Layout, metrics: Metrics) -> None:
         self.layout, self._metrics = layout, metrics
-        self._identity = Operators([IDENTITY] * len(layout.entries)) if metrics.identity else None
         # Numbers of an accelerator are not read: that would wait for it.
         self._host = all(entry.device.type == "cpu" for entry in layout.entries)
         self.thrown_away = False  # True if gradients of passes were set to 0 before they were used
@@ -65,6 +63,7 @@ class Contributions:
         self.distorted = False  # True if a gradient was changed after a backward by more than a factor
         # By entry: copies of the contributions; P or Q of large tensors; and .grad of these in the basis of D.
         self._copies: dict[int, list[Tensor]] = {}
+        self._before: dict[int, Tensor] = {}  # .grad of merged entries when the backward began
         self._measured: dict[int, Tensor] = {}
         self._turned: dict[int, Tensor] = {}
         self._untouched = True  # whether .grad is the sum of the copies, to the last bit but for rounding
@@ -81,11 +80,9 @@ class Contributions:
         counts = dict(zip(other.layout.params, other.counts, strict=True))
         self.counts = [counts.get(p, n) for p, n in zip(self.layout.params, self.counts, strict=True)]
         self.distorted, self._untouched = other.distorted, False
-        earlier = {
-            tuple(map(id, other.layout.params[other.layout.rows(e)])): e for e in range(len(other.layout.entries))
-        }
+        earlier = {tuple(other.layout.params[other.layout.rows(e)]): e for e in range(len(other.layout.entries))}
         for e in range(len(self.layout.entries)):
-            old = earlier.get(tuple(map(id, self.layout.params[self.layout.rows(e)])))
+            old = earlier.get(tuple(self.layout.params[self.layout.rows(e)]))
             if old in other._copies:
                 self._copies[e] = other._copies[old]
             if old in other._measured:
@@ -96,21 +93,22 @@ class Contributions:
 
     def begin(self, world: World) -> bool:
         """Prepare for a backward: follow what was done to ``.grad``. True if there are contributions already."""
-        grads: Vector = []
-        if not self.is_empty:
-            if self.layout.reshaped() is not None:
-                raise RuntimeError(RESHAPED)
-            grads = self.layout.gradients()
-            self._follow(grads, world)
-            if not any(self.counts):  # they were set to 0
-                self.forget()
+        self._before = {}
         if self.is_empty:
             return False
-        if world.alone:
-            for e, entry in enumerate(self.layout.entries):
-                if e not in self._copies and self.keeps_copies(e):  # the first contribution is .grad until now
-                    # The vector of several tensors is a copy already; that of one may be .grad itself.
-                    self._copies[e] = [grads[e] if len(entry.sizes) > 1 else grads[e].clone()]
+        if self.layout.reshaped() is not None:
+            raise RuntimeError(RESHAPED)
+        grads = self.layout.gradients()
+        self._follow(grads, world)
+        if not any(self.counts):  # they were set to 0
+            self.forget()
+            return False
+        for e, entry in enumerate(self.layout.entries):
+            if world.alone and (entry.merged or (e not in self._copies and self.keeps_copies(e))):
+                before = self.layout.own(e, grads[e])
+                self._copies.setdefault(e, [before])  # the first contribution is .grad until now
+                if entry.merged:
+                    self._before[e] = before
         return True
 
     def keeps_copies(self, e: int) -> bool:
@@ -120,7 +118,7 @@ class Contributions:
     def measure(self, e: int, c: Tensor, before: Tensor | None) -> Tensor:
         """What a contribution c to a large entry adds to P, given ``.grad`` ``before``; to Q if that is None."""
         layout = self.layout
-        operator = (self._identity or self._metrics.operators(layout))[e]
+        operator = self._metrics.operators(layout)[e]
         c = c.to(layout.entries[e].dtype)
         s = c if before is None else before.to(c.dtype)
         if not operator.turns:
@@ -143,25 +141,26 @@ class Contributions:
         self.is_empty = False
         for i in arrived:
             self.counts[i] += 1
+        for e, before in self._before.items():
+            self._copies[e].append(self._samples[e] - before)
+        self._before = {}
         for e, value in measured.items():
             self._measured[e] = self._measured[e] + value if e in self._measured else value
         if any(c is not None for c in arrived.values()):
             for e, entry in enumerate(self.layout.entries):
                 in_entry = list(map(arrived.get, range(entry.start, entry.stop)))
                 if any(c is not None for c in in_entry):
-                    self._copies.setdefault(e, []).append(self.layout.entry(in_entry, e, copy=True))
+                    self._copies.setdefault(e, []).append(self.layout.own(e, self.layout.entry(in_entry, e)))
 
     def take_snapshot(self) -> None:
         """Remember ``.grad`` as a backward has left it."""
         grads = self.layout.gradients()
         self._samples, self._norms = self.layout.sample(grads), [product(x, x) for x in grads]
-        self._versions = self._current_versions()
+        self._versions = [] if self.layout.plain else self._current_versions()
 
     def _current_versions(self) -> list[int]:
         # Ids tell of another tensor in .grad, versions of a write in place. Writing to the local tensor of a DTensor
         # does not raise the version of the DTensor.
-        if self.layout.plain:
-            return []
         grads: list[Any] = [p.grad for p in self.layout.params if p.grad is not None]
         return [x for g in grads for x in (id(g), g._version, local(g)._version)]
 
@@ -179,7 +178,7 @@ class Contributions:
         grads = watched.gradients()
         norms = self._follow(grads, world, final=True)
         k = max([*self.counts, 1]) * world.ranks
-        operators = self._identity or metrics.operators(watched, grads, layout.params)
+        operators = metrics.operators(watched, grads, layout.params)
         if world.alone and self._untouched:
             for e, turned in self._turned.items():
                 operators[e].cache_turned(grads[e], turned)
@@ -187,59 +186,45 @@ class Contributions:
         if layout is not watched:
             grads = layout.gradients()
             operators, norms = metrics.operators(layout, grads), []
-        n = layout.products(grads, grads, operators, known=norms, pooled=pooled)
+        n, u = layout.products(grads, grads, operators, known=norms, pooled=pooled), watched.joined(kept, pooled)
         if pooled:
-            signal = k / (k - 1) * sum(kept)
-            return Gradients(k, layout, operators, grads, n, [signal], n[0], signal)
-        kept = layout.remapped(watched, watched.joined(kept), n)
-        if world.alone:
-            u = [p.mul_(k / (k - 1)) for p in kept]
-            sums = layout.totals(n).sum(), layout.totals(u).sum()
-        else:
-            n, q, sums = self._over_ranks(layout, world, n, kept)
-            # Arrays of coordinates are as large as the model: their signal is written over Q, which is not used again.
-            u = [symmetric_signal(n[0], q[0], k)]
-            u += [torch.sub(a, b, out=b).mul_(k / (k - 1)) for a, b in zip(n[1:], q[1:], strict=True)]
-            sums = sums[0], symmetric_signal(*sums, k)
-        return Gradients(k, layout, operators, grads, n, u, *sums)
+            u = [u[0] * (k / (k - 1))]
+            return Gradients(k, layout, operators, grads, n, u, n[0], u[0])
+        u = layout.remapped(watched, u, n)
+        sums = torch.stack([layout.totals(n), layout.totals(u)])
+        if not world.alone:
+            n, q, sums = self._over_ranks(layout, world, n, u, sums)
+            # Of coordinates n and Q are arrays as large as the model: P is written over Q, which is not used again.
+            u = [torch.sub(a, b, out=b) for a, b in zip(n, q, strict=True)]
+            sums[1] = sums[0] - sums[1]
+        u = [p.mul_(k / (k - 1)) for p in u]
+        squared, signal = sums.sum(1)
+        return Gradients(k, layout, operators, grads, n, u, squared, signal * (k / (k - 1)))
 
     def _kept(self, e: int, grad: Tensor, operator: Any, world: World, *, pooled: bool) -> Any:
         """P of an entry, or Q on several ranks, in the form of :meth:`Layout.number`."""
-        layout, entry, copies = self.layout, self.layout.entries[e], self._copies.get(e, [])
-        if copies:
-            turns, alone = operator.turns, world.alone
-            if turns:
-                copies = [operator.turned(c) for c in copies]
-            # S before each contribution, and at the end.
-            sums = list(accumulate(copies)) if turns or len(copies) > 2 else copies
-            if turns and alone and self._untouched:
-                operator.cache_turned(grad, sums[-1])
-            pairs = zip(sums, copies[1:], strict=False) if alone else zip(copies, copies, strict=True)
-            values = [
-                layout.number(e, a, operator.divided(b), pooled) if turns else layout.inner(e, a, b, operator, pooled)
-                for a, b in pairs
-            ]
-            if values:
-                return sum(values[1:], values[0]) * (2 if alone else 1)
-        elif e in self._measured:
+        layout, copies = self.layout, self._copies.get(e, [])
+        if operator.turns and copies:
+            copies = [operator.turned(c) for c in copies]
+            if world.alone and self._untouched:
+                operator.cache_turned(grad, sum(copies))
+        # In a single process each contribution but the first with the sum of those before it.
+        pairs = zip(copies[1:], accumulate(copies), strict=False) if world.alone else zip(copies, copies, strict=True)
+        values = [layout.number(e, s, c if operator.is_identity else operator.divided(c), pooled) for c, s in pairs]
+        if values:
+            return sum(values[1:], values[0]) * (2 if world.alone else 1)
+        if e in self._measured:
             return self._measured[e].sum().item() if pooled else self._measured[e]
         if pooled:
             return 0.0
-        if entry.coordinates:
-            return torch.zeros(entry.shape, dtype=layout.precision(e, grad), device=entry.device)
-        return layout.like.new_zeros(len(entry.sizes))
+        if layout.entries[e].coordinates:
+            return torch.zeros_like(grad, dtype=layout.precision(e, grad))
+        return layout.like.new_zeros(len(layout.entries[e].sizes))
 
     def _over_ranks(
-        self, layout: Layout, world: World, n: Numbers, q: Numbers
-    ) -> tuple[Numbers, Numbers, tuple[Tensor, Tensor]]:
-        """(n, Q) over all ranks, in the scale of ``.grad``, and the sums of both over all tensors.
-
-        Args:
-            layout: the parameters that take part.
-            world: sums over ranks.
-            n: of this rank's pieces.
-            q: of this rank's contributions.
-        """
+        self, layout: Layout, world: World, n: Numbers, q: Numbers, sums: Tensor
+    ) -> tuple[Numbers, Numbers, Tensor]:
+        """(n, Q) over all ranks, in the scale of ``.grad``, and the sums of both for each tensor, from this rank's."""
         places = {p: i for i, p in enumerate(self.layout.params)}
         columns = [places.get(p, -1) for p in layout.params]  # -1 is a column of zeros: a parameter that is not watched
         rows = [self.layout.like.new_tensor([min(count, 1) for count in self.counts])]
@@ -247,7 +232,8 @@ class Contributions:
             assert self._change is not None
             rows += self._change
         seen, *change = torch.nn.functional.pad(torch.stack(rows), (0, 1))[:, columns]
-        own = LocalSums(torch.stack([layout.totals(n), *change]), layout.totals(q), seen, list(q[1:]), max(self.counts))
+        arrays = [x for section, x in zip(layout.sections, q, strict=True) if section.array]
+        own = LocalSums(torch.stack([sums[0], *change]), sums[1], seen, arrays, max(self.counts))
         shared = world.share(layout.params, own)
         whole_n, *change = shared.rows
         # A gradient that no pass made on any rank, or that nobody averages over the ranks, is a single contribution.
@@ -256,32 +242,32 @@ class Contributions:
             is_single |= ~torch.tensor([world.averages(p) for p in layout.params], device=is_single.device)
             self._change = change[0], change[1]
             factor = _ratio(*change)
-        whole_q = torch.where(is_single, whole_n, shared.q * factor)
-        factors = (layout.spread(e, factor[layout.rows(e)]) for e in layout.coordinates)
-        arrays = [a * f.to(a) for a, f in zip(shared.squares, factors, strict=True)]
-        n, q = [whole_n[layout.numbered], *n[1:]], [whole_q[layout.numbered], *arrays]
-        return n, q, (whole_n.sum(), whole_q.sum())
+        whole_q, squares = torch.where(is_single, whole_n, shared.q * factor), iter(shared.squares)
+        arrays_of_q = [
+            next(squares) * layout.spread(e, factor[layout.rows(e)]).to(x) if section.array else x
+            for section, x in zip(layout.sections, q, strict=True)
+            for e in section.entries[:1]
+        ]
+        sums = torch.stack([whole_n, whole_q])
+        return layout.with_totals(n, whole_n), layout.with_totals(arrays_of_q, whole_q), sums
 
     # What happens to .grad --------------------------------------------------------------------------------------------
 
     def _follow(self, grads: Vector, world: World, *, final: bool = False) -> list[Any]:
-        """Multiply what is kept by ||S||^2 now over ||S||^2 at the end of the last backward.
+        """Multiply what is kept by ||S||^2 now over ||S||^2 when the last backward ended; returns that of each entry.
 
-        On ranks with pieces of tensors that ratio is known after the sum over ranks that ends the step.
-
-        Args:
-            grads: ``.grad``.
-            world: the world in which the backward passes run.
-            final: whether no other backward follows in this step.
-
-        Returns:
-            ||S||^2 of each entry.
+        ``final``: no other backward follows in this step. On ranks with pieces of tensors the ratio is then known after
+        the sum over ranks that ends the step.
         """
         layout, self._change = self.layout, None
         now, waits = [product(x, x) for x in grads], final and world.spread
-        # Ranks with pieces agree on whether they sum: a piece may be empty or 0, but a write is seen on all of them.
-        written = now != self._norms if not world.spread else final or self._versions != self._current_versions()
-        if not self._norms or (self._host and not written):
+        if not self._host:  # numbers of an accelerator are not compared
+            written = True
+        elif world.spread:  # ranks agree on whether they sum: a piece may be empty or 0, but a write is seen on all
+            written = final or self._versions != self._current_versions()
+        else:
+            written = now != self._norms
+        if not self._norms or not written:
             # A factor of -1 leaves the norm as it was, and matters only to what has a sign and is used with .grad.
             signed = (self._copies or self._turned) and not (final and self._metrics.euclidean)
             if not signed or layout.matches(self._samples, grads):

@@ -14,7 +14,7 @@ __all__ = ["added", "report", "skipped", "zeros"]
 # Two counts, three sums weighted by lr/(1 - beta), and moving averages of the last two. Others read totals[0].
 ROWS = ("updates", "skipped", "surrogate", "signal", "length", "recent_signal", "recent_length")
 
-KEPT = torch.tensor([1.0] * 5 + [summary.RECENT] * 2, dtype=torch.float64)  # the share of each row that an update keeps
+KEPT = [1.0] * 5 + [summary.RECENT] * 2  # the share of each row that an update keeps
 
 
 def zeros(like: Tensor) -> Tensor:
@@ -30,8 +30,10 @@ def added(totals: Tensor, sums: list[Any]) -> Tensor:
     _, signal, length = sums
     row = [1.0, 0.0, *sums, (1 - summary.RECENT) * signal, (1 - summary.RECENT) * length]
     if isinstance(signal, Tensor):
-        return totals * KEPT.to(totals) + torch.stack([torch.as_tensor(x).to(totals) for x in row])
-    return KEPT.mul(totals).add_(torch.tensor(row, dtype=torch.float64))
+        return totals * totals.new_tensor(KEPT) + torch.stack([torch.as_tensor(x).to(totals) for x in row])
+    # In place, with Python's numbers: they are faster.
+    totals.numpy()[:] = [share * old + new for share, old, new in zip(KEPT, totals.tolist(), row, strict=True)]
+    return totals
 
 
 def report(totals: Tensor | None, k: int) -> dict[str, Any]:

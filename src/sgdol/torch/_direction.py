@@ -21,66 +21,19 @@ from sgdol._numbers import where
 from sgdol.surrogate import momentum_signal
 from sgdol.torch._gradients import Gradients
 from sgdol.torch._update import Gate
-from sgdol.torch._vectors import Layout, Numbers, Vector, as_number
+from sgdol.torch._vectors import Layout, Section, Vector
 from sgdol.torch._world import World
 
-__all__ = ["Direction", "Directions", "Part", "Parts", "uses_momentum"]
-
-
-class Part(NamedTuple):
-    """Numbers that have all options in common: those of a group, or an array of one tensor."""
-
-    group: int  # index into Layout.groups
-    entries: list[int]
-
-
-class Parts:
-    """Cuts :data:`Numbers` into parts, and joins them again.
-
-    Args:
-        layout: the parameters.
-        pooled: whether there is a single number: then no option differs between groups.
-    """
-
-    def __init__(self, layout: Layout, pooled: bool) -> None:
-        self.layout, self.pooled = layout, pooled
-        members: dict[int, list[int]] = {}
-        for e, entry in enumerate(layout.entries):
-            if not entry.coordinates:
-                members.setdefault(0 if pooled else entry.group, []).append(e)
-        arrays = [Part(layout.entries[e].group, [e]) for e in layout.coordinates]
-        self.parts = [*(Part(place, entries) for place, entries in members.items()), *arrays]
-        self._counts = [sum(len(layout.entries[e].sizes) for e in entries) for entries in members.values()]
-        self._blanks = [layout.like.expand(count) for count in self._counts]  # zeros, for numbers that are None
-
-    def cut(self, numbers: Numbers) -> list[Any]:
-        if len(self._counts) > 1:
-            return [*numbers[0].split(self._counts), *numbers[1:]]
-        return numbers if self._counts else numbers[1:]
-
-    def join(self, values: list[Any]) -> Numbers:
-        if len(self._counts) == 1:
-            return values
-        numbers = [blank if x is None else x for x, blank in zip(values, self._blanks, strict=False)]
-        return [torch.cat(numbers) if numbers else self.layout.like.new_zeros(0), *values[len(numbers) :]]
-
-    def over_ranks(self, world: World, products: list[list[Any]]) -> list[list[Any]]:
-        """Products of this rank's pieces, some of them None -> of whole tensors, in one message."""
-        rows = list(zip(products, self._blanks, strict=False))  # arrays are of this rank's own coordinates
-        if all(x is None for row, _ in rows for x in row):
-            return products
-        own = [torch.stack([blank if x is None else x for x in row]) for row, blank in rows]
-        total = world.total([self.layout.params[i] for i in self.layout.numbered], torch.cat(own, dim=1))
-        return [*map(list, total.split(self._counts, dim=1)), *products[len(rows) :]]
+__all__ = ["Direction", "Directions", "uses_momentum"]
 
 
 class Direction(NamedTuple):
     """What an update is made of."""
 
-    parts: Parts
+    sections: list[Section]
     d: Vector  # the direction of entry e is scales[e] * d[e]; not to be written to
     scales: list[Any]
-    # One value per part.
+    # One value per section.
     u: list[Any]  # the signal <d, grad f>
     n: list[Any]  # <d, D d>
     last: list[Any]  # <g_t, d_{t-1}>: what the last step turned out to be worth; None where no learner asks
@@ -106,73 +59,63 @@ class Directions:
     """Makes directions of gradients, with the momenta that are kept in the optimizer's state.
 
     Args:
-        hindsight: whether the learner of a group uses <g_t, d_{t-1}>.
-        euclidean: whether the metric of a group is Euclid's.
-        world: gives the world that the optimizer is in.
+        groups: the parameter groups.
+        hindsight: returns whether the learner of a group uses <g_t, d_{t-1}>.
+        euclidean: returns whether the metric of a group is Euclid's.
     """
 
     def __init__(
         self,
+        groups: list[dict[str, Any]],
         hindsight: Callable[[dict[str, Any]], bool],
         euclidean: Callable[[dict[str, Any]], bool],
-        world: Callable[[], World],
     ) -> None:
-        self._hindsight, self._euclidean, self._world = hindsight, euclidean, world
-        self._parts: Parts | None = None
+        self._kinds = {id(group): (hindsight(group), euclidean(group)) for group in groups}
 
     def keeps_direction(self, group: dict[str, Any]) -> bool:
         """True if state["direction"] holds d_t. Hindsight needs it unless momentum in Euclid's norm equals it."""
-        return self._hindsight(group) and not (uses_momentum(group) and self._euclidean(group))
+        hindsight, euclidean = self._kinds[id(group)]
+        return hindsight and not (uses_momentum(group) and euclidean)
 
-    def make(self, gradients: Gradients, updates: Any, gate: Gate) -> Direction:
+    def make(self, gradients: Gradients, updates: Any, gate: Gate, world: World) -> Direction:
         """The direction of the update after so many others. It moves the momenta on."""
         layout, g, pooled = gradients.layout, gate.finite(gradients.g), isinstance(gradients.n[0], float)
-        parts = self._parts
-        if parts is None or parts.layout is not layout or parts.pooled != pooled:
-            parts = self._parts = Parts(layout, pooled)
         betas = [float(group["momentum"]) for group in layout.groups]
-        if not all(0 <= beta < 1 for beta in betas):
+        if min(betas) < 0 or not max(betas) < 1:
             raise ValueError(f"momentum must be at least 0 and less than 1, parameter groups have {betas}")
-        momenta = [self._momentum(group, layout, gate) for group in layout.groups]
-        d: Vector = list(g)
-        scales: list[Any] = [1.0] * len(g)
-        products: list[list[Any]] = []
-        for part in parts.parts:
-            rows = []
-            for e in part.entries:
-                momentum = momenta[layout.entries[e].group]
-                d[e], scales[e], *row = _move_momentum(layout, e, gradients.operators[e], g[e], momentum, gate, pooled)
-                rows.append(row)
-            products.append(rows[0] if len(rows) == 1 else [_joined(column) for column in zip(*rows, strict=True)])
-        if self._world().spread:
-            products = parts.over_ranks(self._world(), products)
-        numbers = zip(parts.parts, products, parts.cut(gradients.u), parts.cut(gradients.n), strict=True)
-        statistics = [
-            _statistics(layout.groups[part.group], momenta[part.group], row, u, n, updates)
-            for part, row, u, n in numbers
+        momenta = [self._momentum(*both, layout, gate) for both in zip(layout.groups, betas, strict=True)]
+        rows = [
+            _move_momentum(layout, e, gradients.operators[e], g[e], momenta[entry.group], gate, pooled)
+            for e, entry in enumerate(layout.entries)
         ]
-        return Direction(parts, d, scales, *map(list, zip(*statistics, strict=True)))
+        d, scales, *columns = map(list, zip(*rows, strict=True))
+        products = [layout.joined(column, pooled) for column in columns]
+        sections = layout.everything if pooled else layout.sections
+        shared = [i for i, section in enumerate(sections) if not section.array]  # arrays are of this rank's coordinates
+        if world.spread and any(column[i] is not None for column in products for i in shared):
+            totals = world.total(layout.params, torch.stack([layout.totals(column) for column in products]))
+            products = [layout.with_totals(column, row) for column, row in zip(products, totals, strict=True)]
+        statistics = [
+            _statistics(layout.groups[section.group], momenta[section.group], products_of_section, u, n, updates)
+            for section, *products_of_section, u, n in zip(sections, *products, gradients.u, gradients.n, strict=True)
+        ]
+        return Direction(sections, d, scales, *map(list, zip(*statistics, strict=True)))
 
-    def _momentum(self, group: dict[str, Any], layout: Layout, gate: Gate) -> _Momentum:
+    def _momentum(self, group: dict[str, Any], beta: float, layout: Layout, gate: Gate) -> _Momentum:
+        asks, euclidean = self._kinds[id(group)]
         # In Euclid's norm d_{t-1} is the momentum, once that has moved: it has a weight then. A group that got its
         # momentum after the last update still has its d_{t-1} in the state.
-        moves, asks, keeps = uses_momentum(group), self._hindsight(group), self.keeps_direction(group)
-        in_state = asks and not (self._euclidean(group) and "momentum_weight" in group)
-        beta = float(group["momentum"])
+        moved = "momentum_weight" in group
+        moves, in_state = bool(beta) or moved, asks and not (euclidean and moved)
         before = after = 1.0
         if moves:
-            old = gate.number(as_number(group.get("momentum_weight", 0.0), layout.like))
+            old = gate.number(group["momentum_weight"].to(layout.like)) if moved else 0.0
             new = beta * old + (1 - beta)  # not 1 - beta^t: schedulers may change beta
-            group["momentum_weight"] = as_number(gate.choose(new, old), layout.like)
+            group["momentum_weight"] = gate.kept(new, old, layout.like)
             if group["bias_correction"]:
                 before, after = old, new
+        keeps = asks and not (moves and euclidean)
         return _Momentum(moves, asks, keeps, in_state, gate.weight(1 - beta), before, after)
-
-
-def _joined(values: tuple[Any, ...]) -> Any:
-    if values[0] is None:
-        return None
-    return sum(values) if isinstance(values[0], float) else torch.cat(values)
 
 
 def _move_momentum(
@@ -190,8 +133,9 @@ def _move_momentum(
     if momentum.moves:
         m = layout.vector("momentum", e)
         if layout.entries[e].merged or layout.entries[e].coordinates:
-            cross = layout.number(e, m, operator.sharp(g), pooled)
-            d = operator.sharp(m.lerp_(g, momentum.weight))
+            cross = layout.number(e, m, g if operator.is_identity else operator.sharp(g), pooled)
+            m.lerp_(g, momentum.weight)
+            d = m if operator.is_identity else operator.sharp(m)
             square = layout.number(e, m, d, pooled)
         else:
             cross, d, square = operator.advance(m, g, momentum.weight)
@@ -212,13 +156,7 @@ def _statistics(
 ) -> tuple[Any, Any, Any]:
     """(u, n, last) as the learner takes them, of all tensors together, of each tensor, or of each coordinate.
 
-    Args:
-        group: the parameter group.
-        momentum: of the group.
-        products: what :func:`_move_momentum` returned.
-        u: the signal of the gradients.
-        n: their squared length.
-        updates: how many updates there have been.
+    ``products`` is what :func:`_move_momentum` returned; u and n are those of the gradients.
     """
     cross, square, last = products
     divisor = where(momentum.before > 0, momentum.before, 1.0)

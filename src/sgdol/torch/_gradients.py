@@ -26,7 +26,7 @@ class Gradients(NamedTuple):
     layout: Layout  # the parameters that take part
     operators: Operators  # D
     g: Vector  # the mean of the gradients (with the paper's estimator g_1); not to be written to
-    n: Numbers  # <g, D^-1 g>, over all ranks; a single Python float if sums over all tensors are enough
+    n: Numbers  # <g, D^-1 g>, over all ranks
     u: Numbers  # the mean of <g_i, D^-1 g_j> over i != j, over all ranks
     squared: Any  # the sum of n
     signal: Any  # the sum of u
@@ -71,12 +71,7 @@ class HeldPair:
         self.pending = True
 
     def take(self, layout: Layout, *, pooled: bool = False) -> Gradients:
-        """The pair of the held gradient and that of this step.
-
-        Args:
-            layout: the parameters that take part.
-            pooled: whether sums over all tensors are enough: numbers are then Python floats.
-        """
+        """The pair of the held gradient and that of this step; ``pooled`` as in :meth:`Layout.products`."""
         for i, p in enumerate(layout.params):
             held = self._state.get(p, {}).get("held_gradient")
             if held is not None and held.shape != p.shape:
@@ -95,18 +90,14 @@ class HeldPair:
         g = [a if first_alone else torch.add(a, b).mul_(0.5) for a, b, first_alone in pairs]
         operators = self._metrics.operators(layout, g)
         # n is made like u, as a sum of products, so that u = n to the last bit if both gradients are equal.
-        if pooled:
-            self.pending = False
-            n, u = (layout.products(x, y, operators, pooled=True) for x, y in ((g, g), (first, second)))
-            return Gradients(2, layout, operators, g, n, u, n[0], u[0])
-        n, u = layout.products(g, g, operators), layout.products(first, second, operators)
-        rows = self._world().total(layout.params, torch.stack([layout.totals(n), layout.totals(u)]))
+        n, u = (layout.products(x, y, operators, pooled=pooled) for x, y in ((g, g), (first, second)))
+        sums: Any = n[0], u[0]
+        if not pooled:
+            rows = self._world().total(layout.params, torch.stack([layout.totals(n), layout.totals(u)]))
+            n, u = (layout.with_totals(x, row) for x, row in zip((n, u), rows, strict=True))
+            sums = rows.sum(1)
         self.pending = False
-        n, u = (
-            [row[layout.numbered] if numbers[1:] else row, *numbers[1:]]
-            for row, numbers in zip(rows, (n, u), strict=True)
-        )
-        return Gradients(2, layout, operators, g, n, u, *rows.sum(1))
+        return Gradients(2, layout, operators, g, n, u, *sums)
 
     def _release(self, p: Tensor) -> Tensor | None:
         held = self._state[p].pop("held_gradient", None)

@@ -89,7 +89,6 @@ class Metrics:
                     'use metric="rms", which works on pieces'
                 )
         self.euclidean = not self._kinds  # whether D = 1 up to rho of the groups
-        self.identity = self.euclidean and ratios is None  # whether D = 1
         self._kind_of = {id(p): kind for kind in self._kinds for p in kind.params}
         self._update_in(None)
 
@@ -98,9 +97,8 @@ class Metrics:
         # with a past that are not in it lie in a layout of their own.
         self._layout = layout
         self._layout_of_others: Layout | None = None
-        # Caches by id of a layout, with the layout: an id may be that of another object by now.
-        self._entries: dict[int, tuple[Layout, list[_Entry | None]]] = {}
-        self._without_past: dict[int, tuple[Layout, frozenset[int]]] = {}
+        self._entries: dict[Layout, list[_Entry | None]] = {}
+        self._without_past: dict[Layout, frozenset[int]] = {}
         self.forget()
 
     def merges(self, group: dict[str, Any], param: Tensor) -> tuple[int, ...] | None:
@@ -116,28 +114,25 @@ class Metrics:
     def forget(self) -> None:
         """Drop D of the coming step: the memory has changed, or the gradient that D was computed from is discarded."""
         self._means: _MeanSquares | None = None
-        self._operators: dict[int, tuple[Layout, Operators]] = {}
+        self._operators: dict[Layout, Operators] = {}
         self._operator_of: dict[tuple[int, ...], Any] = {}  # by the ids of an entry's tensors
 
     def without_past(self, layout: Layout) -> frozenset[int]:
         """Entries that need the gradient of the coming step for D: one of their tensors has no earlier gradient."""
         if self.euclidean:
             return frozenset()
-        cached = self._without_past.get(id(layout))
-        if cached is None or cached[0] is not layout:
+        if layout not in self._without_past:
             past = self._means_of_past().tensor
             new = {i for i, p in enumerate(layout.params) if id(p) in self._kind_of and id(p) not in past}
             entries = (e for e, entry in enumerate(layout.entries) if new.intersection(range(entry.start, entry.stop)))
-            cached = self._without_past[id(layout)] = layout, frozenset(entries)
-        return cached[1]
+            self._without_past[layout] = frozenset(entries)
+        return self._without_past[layout]
 
     def _entries_of(self, layout: Layout) -> list[_Entry | None]:
         # None for an entry with D = 1.
-        cached = self._entries.get(id(layout))
-        if cached is None or cached[0] is not layout:
-            cached = layout, [self._entry(layout, e) for e in range(len(layout.entries))]
-            self._entries[id(layout)] = cached
-        return cached[1]
+        if layout not in self._entries:
+            self._entries[layout] = [self._entry(layout, e) for e in range(len(layout.entries))]
+        return self._entries[layout]
 
     def _entry(self, layout: Layout, e: int) -> _Entry | None:
         params = layout.params[layout.rows(e)]
@@ -161,13 +156,13 @@ class Metrics:
             present: the mean gradient of the step, from which D of tensors without a past is computed.
             among: the parameters that take part in the step; None for all.
         """
-        cached = self._operators.get(id(layout))
-        if cached is None or cached[0] is not layout:
+        operators = self._operators.get(layout)
+        if operators is None:
             operators = self._operators_of_past(layout)
-            cached = self._operators[id(layout)] = layout, self._rated(layout, operators, range(len(operators)))
-        if present is not None and None in cached[1]:
-            self._add_operators_of_present(layout, cached[1], present, {id(p) for p in among or layout.params})
-        return cached[1]
+            self._operators[layout] = self._rated(layout, operators, range(len(operators)))
+        if present is not None and None in operators:
+            self._add_operators_of_present(layout, operators, present, {id(p) for p in among or layout.params})
+        return operators
 
     def _operators_of_past(self, layout: Layout) -> Operators:
         if self.euclidean:
@@ -322,8 +317,8 @@ class Metrics:
                 factor = scale * self.unit if is_scale_free(entry.kind.metric) else scale
                 entry.memory.observe(g[e], gate, factor, h[e], None if momentum is None else momentum[e])
         # Other layouts had copies of the memory as it was.
-        up_to_date = (id(layout), id(self._layout_of_others))
-        self._entries = {key: cached for key, cached in self._entries.items() if key in up_to_date}
+        up_to_date = (layout, self._layout_of_others)
+        self._entries = {key: entries for key, entries in self._entries.items() if key in up_to_date}
         self.forget()
         self._means_of_past()  # now, when all ranks are here: in a backward one of them may not ask for it
 

@@ -24,15 +24,15 @@ from sgdol.torch._contributions import RESHAPED, Contributions
 from sgdol.torch._metric import Metrics
 from sgdol.torch._rerun import RUNNING, Replay
 from sgdol.torch._vectors import Layout, sample
-from sgdol.torch._world import ORDINARY, Finder, Tap, World, is_distributed, piece_of
+from sgdol.torch._world import Finder, Tap, World, is_distributed, piece_of
 
 __all__ = ["Passes"]
 
 graph_task = torch._C._current_graph_task_id
 after_backward = torch.autograd.Variable._execution_engine.queue_callback
+set_grad_enabled = torch._C._set_grad_enabled
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
-_DENSE = torch.strided
 _kind: Callable[[Tensor], Any] = attrgetter("dtype", "device", "shape")
 _user_hooks: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 
@@ -41,6 +41,20 @@ SHARED = (
     "brought it several gradients and the noise of this step is measured wrong. "
     "Use checkpoint(..., use_reentrant=False)."
 )
+
+
+def without_graph(method: Callable[..., None]) -> Callable[..., None]:
+    """As ``torch.no_grad()``, which takes longer than the rest of a hook; with create_graph=True .grad has a graph."""
+
+    def inner(*arguments: Any) -> None:
+        enabled = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
+            method(*arguments)
+        finally:
+            set_grad_enabled(enabled)
+
+    return inner
 
 
 class Passes:
@@ -107,7 +121,7 @@ class Passes:
         self._rows = {id(p): i for i, p in enumerate(self.layout.params)}
         self._entry_of = [e for e, entry in enumerate(self.layout.entries) for _ in entry.sizes]
         merged = [self.layout.entries[e].merged for e in self._entry_of]
-        self._merged_rows = {key: i for key, i in self._rows.items() if merged[i]}
+        self._large_rows = {i for i in range(len(merged)) if not merged[i]}
         self.contributions = Contributions(self.layout, self._metrics)
         # A lazy parameter has no shape, and asking each whether it is lazy takes as long as everything else here.
         self._kind = _kind_of_lazy if any(map(is_lazy, self._params)) else _kind
@@ -117,10 +131,10 @@ class Passes:
         # Called again for parameters that were frozen or changed their type: they have new accumulators.
         here = self._finder.here
         for p, tap in zip(self._params, self._taps, strict=True):
-            if type(p) in ORDINARY and p.requires_grad and p.is_leaf and not here.spread:
-                tap.attach(p, fast_hook(self, id(p)))
-            else:
-                here.tap(p, tap, Listener(self, id(p)))
+            if here.reduces(p):
+                here.tap(p, Listener(self, id(p)))
+            elif p.requires_grad and p.is_leaf:
+                tap.attach(p, Listener(self, id(p)))
 
     def parameters_changed(self) -> bool:
         """True if a parameter's shape or type changed since :meth:`watch`, as when a lazy module was initialised."""
@@ -140,9 +154,8 @@ class Passes:
     def _end_pass(self) -> None:
         self._engine_call: Any = None  # the frame of the outermost engine call; True if there is a pass but no frame
         self._tasks: set[int] = set()  # graph tasks that have not ended
-        self._first_task = -1
-        self._measuring = False  # False in the first pass, whose contribution is .grad
-        self._fast_rows: dict[int, int] = {}  # rows of the parameters whose gradients the fast hook may store
+        self._to_measure: set[int] = set()  # rows of the parameters whose contributions _measure() looks at
+        self._keeps = False  # whether the others are kept until the pass ends
         self._arrived: dict[int, Tensor | None] = {}  # by row: contributions that are to be copied; None for others
         self._measured: dict[int, Tensor] = {}  # by entry: what contributions to large tensors add to P or Q
         self._before: dict[int, Tensor] = {}  # .grad of sharded tensors before this backward
@@ -181,12 +194,13 @@ class Passes:
             )
 
     # While a backward runs --------------------------------------------------------------------------------------------
-    # arrived, begun and reduced are what the hooks call: see sgdol.torch._world.Listener.
 
     def arrived(self, index: int, gradient: Tensor) -> None:
         if gradient.layout != torch.strided:
             return
-        self.begun(index)
+        task = graph_task()
+        if task not in self._tasks:
+            self._begin(task, index)
         if index not in self._rows:
             # A lazy parameter has got its shape since: it joins the layout, in the middle of its first backward.
             reached = [self.layout.params[i] for i in self._arrived]
@@ -195,12 +209,12 @@ class Passes:
             self._lay_out()
             self._arrived = {self._rows[id(p)]: None for p in reached}
         row = self._rows[index]
-        if not self._measuring or index in self._fast_rows:
-            self._arrived[row] = gradient if self._measuring else None
-        else:
+        if row in self._to_measure:
             # Autograd copies a gradient that somebody else holds to .grad. One that nobody holds it moves there, where
             # DistributedDataParallel would overwrite it.
             self._measure(row, gradient.detach() if gradient.requires_grad else gradient)
+        else:
+            self._arrived[row] = gradient if self._keeps else None
 
     def begun(self, index: int) -> None:
         task = graph_task()
@@ -226,6 +240,8 @@ class Passes:
         if before is not None and p._post_accumulate_grad_hooks:
             # Such a hook may change .grad in the middle of a backward, where no snapshot tells of it.
             self._expected[row] = sample(before) + sample(gradient)
+        if self.world.alone and self.layout.entries[e].merged:
+            return
         if self.contributions.keeps_copies(e):
             self._arrived[row] = gradient if earlier is None else earlier + gradient
             return
@@ -250,15 +266,13 @@ class Passes:
             # Set before anything else, so that of two threads that begin at the same time one sees the other.
             earlier, thread = self._engine_call, self._thread
             self._engine_call, self._thread = call or True, threading.get_ident()
-            with torch.no_grad():  # with create_graph=True .grad may have a graph
-                if earlier is not None:
-                    self.overlapping |= thread != self._thread and earlier is not True and is_running(earlier)
-                    self.finish()
-                    self._engine_call = call or True  # finish() has reset it
-                self._start(index)
-            self._first_task = task
-        else:
-            self._fast_rows = {}  # reentrant segments may bring several gradients to a parameter
+            if earlier is not None:
+                self.overlapping |= thread != self._thread and earlier is not True and is_running(earlier)
+                self.finish()
+                self._engine_call = call or True  # finish() has reset it
+            self._start(index)
+        elif self._keeps:  # reentrant segments may bring several gradients to a parameter
+            self._to_measure = set(range(len(self.layout.params)))
         self._tasks.add(task)
         close: Callable[[], None] = lambda: self._task_ended(task, is_inner)  # noqa: E731
         if not self.world.alone:
@@ -268,6 +282,7 @@ class Passes:
             close = lambda: after_backward(first)  # noqa: E731
         after_backward(close)
 
+    @without_graph
     def _start(self, index: int) -> None:
         # Nothing has been added to .grad yet.
         self.world = world = self._finder.world if is_distributed() else self._finder.here
@@ -278,26 +293,26 @@ class Passes:
                 first: Any = params[self._rows.get(index, 0)]
                 self.left_over = is_dense(first) and first.is_cpu and bool(piece_of(first.grad.detach(), first).any())
         self.origins.append(RUNNING.get(self._thread))
-        self._measuring = again or not world.alone
-        if not self._measuring:
-            self._fast_rows = self._rows
-        elif not world.spread and not any(map(_user_hooks, params)):
-            self._fast_rows = self._merged_rows
+        if world.spread or (again and any(map(_user_hooks, params))):
+            self._to_measure = set(range(len(params)))
+        elif again or not world.alone:
+            self._to_measure = self._large_rows
+        self._keeps = not world.alone
         if world.spread:
             for i, p in enumerate(params):
                 if p.grad is not None and world.reduces(p) and not world.waits(p):
                     self._before[i] = piece_of(p.grad, p).clone()
 
+    @without_graph
     def _task_ended(self, task: int, is_inner: bool) -> None:
         if task not in self._tasks:
             return
-        self._tasks.remove(task)
-        with torch.no_grad():  # the gradients of all ranks are averaged now
-            # Also after an inner task: if the outermost one reaches no parameter itself, no callback tells of its end,
-            # and the user may change .grad after it.
-            self.contributions.take_snapshot()
-            if not is_inner:
-                self._close()
+        self._tasks.remove(task)  # the gradients of all ranks are averaged now
+        # Also after an inner task: if the outermost one reaches no parameter itself, no callback tells of its end, and
+        # the user may change .grad after it.
+        self.contributions.take_snapshot()
+        if not is_inner:
+            self._close()
 
     def _close(self) -> None:
         """A pass has ended: what arrived is a contribution to each tensor that it has reached."""
@@ -320,49 +335,31 @@ def is_dense(p: Tensor) -> bool:
     return p.grad is not None and p.grad.layout == torch.strided
 
 
-# Hooks ----------------------------------------------------------------------------------------------------------------
-
-
 class Listener:
-    """What the hooks of one parameter call; does not keep the recorder alive."""
+    """Tells a recorder of the gradients of one parameter; does not keep it alive, because accumulators outlive it."""
 
     __slots__ = ("_index", "_recorder")
 
-    def __init__(self, recorder: Passes, index: int) -> None:
+    def __init__(self, recorder: Any, index: int) -> None:
         self._recorder, self._index = weakref.ref(recorder), index
 
-    def arrived(self, gradient: Tensor) -> None:
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Hook in front of the accumulator: a backward is about to add a gradient of this rank alone to ``.grad``."""
         recorder = self._recorder()
-        if recorder is not None:
-            recorder.arrived(self._index, gradient)
+        if recorder is not None and gradients[0] is not None:
+            recorder.arrived(self._index, gradients[0])
 
-    def begun(self) -> None:
+    def begun(self, *_: Any) -> None:
+        """A backward is about to reach the parameter; its gradient will be known after :meth:`reduced`."""
         recorder = self._recorder()
         if recorder is not None:
             recorder.begun(self._index)
 
-    def reduced(self) -> None:
+    def reduced(self, *_: Any) -> None:
+        """The gradient, averaged over the ranks, was added to ``.grad``."""
         recorder = self._recorder()
         if recorder is not None:
             recorder.reduced(self._index)
-
-
-def fast_hook(recorder: Passes, key: int) -> Callable[[tuple[Tensor | None, ...]], None]:
-    """The hook of an ordinary leaf. It is called once per tensor and pass, so its usual way is short."""
-    reference = weakref.ref(recorder)  # accumulators outlive optimizers
-
-    def hook(gradients: tuple[Tensor | None, ...]) -> None:
-        passes, gradient = reference(), gradients[0]
-        if passes is None or gradient is None:
-            return
-        row = passes._fast_rows.get(key)
-        # Another graph task may be a pass that has raised, a new pass or a reentrant segment.
-        if row is None or graph_task() != passes._first_task or gradient.layout is not _DENSE:
-            passes.arrived(key, gradient)
-        else:
-            passes._arrived[row] = gradient if passes._measuring else None
-
-    return hook
 
 
 def outermost_engine_call() -> tuple[FrameType | None, bool]:

@@ -23,7 +23,7 @@ from sgdol.torch._direction import Directions
 from sgdol.torch._gradients import Gradients, HeldPair
 from sgdol.torch._options import OPTIONS, Catalogue, materialise, refuse_unknown, unknown_in_group
 from sgdol.torch._update import Gate, move
-from sgdol.torch._vectors import Layout, as_number
+from sgdol.torch._vectors import Layout
 from sgdol.torch._world import Measured
 
 __all__ = ["SGDOL"]
@@ -312,7 +312,8 @@ class SGDOL(WatchingOptimizer):
         gate = Gate(gradients.squared, gradients.signal, self._host)
         if gate.skip:
             return self._skipped(totals)
-        direction = self._directions.make(gradients, gate.number(totals[0]), gate)
+        assert self._passes is not None
+        direction = self._directions.make(gradients, gate.number(totals[0]), gate, self._passes.world)
         learned = blocks.learn(direction, gradients.squared, gate)
         move(layout, direction.d, direction.scales, learned.etas, gate)
         if not self._metrics.euclidean:  # after the update: D of a step is made of the gradients before it
@@ -331,8 +332,7 @@ class SGDOL(WatchingOptimizer):
         first["totals"] = new if gate.host else gate.choose(new, diagnostics.skipped(totals))
         first["gradients"] = k
         for group, value in zip(layout.groups, learned.step_sizes, strict=True):
-            shown = as_number(value, layout.like)
-            group["step_size"] = shown if gate.host else gate.choose(shown, as_number(group["step_size"], shown))
+            group["step_size"] = gate.kept(value, group["step_size"], layout.like)
         share(self.param_groups)
         # u = n means that the gradients were equal: squared and signal are the sums of n and u.
         if gate.host and gate.squared > 0 and abs(gate.squared - gate.signal) <= layout.rounding * gate.squared:
@@ -350,7 +350,9 @@ class SGDOL(WatchingOptimizer):
         catalogue = self._catalogue
         self._pair = HeldPair(self.param_groups, self.state, self._metrics, self._world)
         self._directions = Directions(
-            catalogue.uses_hindsight, lambda group: isinstance(catalogue.metric_of(group), Euclidean), self._world
+            self.param_groups,
+            catalogue.uses_hindsight,
+            lambda group: isinstance(catalogue.metric_of(group), Euclidean),
         )
 
     def _measured(self) -> Measured:

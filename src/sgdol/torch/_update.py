@@ -1,4 +1,4 @@
-"""Whether an update counts, and moving the parameters: x <- x - eta (d + weight_decay unit x).
+"""Whether an update counts, and moving the parameters: x <- x - eta (d + weight_decay x).
 
 An update counts if its gradients are finite. A number on the CPU is read without a wait, so an update that does not
 count is not made. To read a number on an accelerator the host would have to wait: there the update is always made, with
@@ -9,13 +9,12 @@ a boolean scalar on the device. Where it is False, gradients, weights and step s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sgdol.torch._vectors import Layout, Vector
+from sgdol.torch._vectors import Layout, Vector, as_number
 
 __all__ = ["Gate", "move", "move_tensors"]
 
@@ -47,6 +46,11 @@ class Gate:
     def choose(self, new: Any, old: Any) -> Any:
         return new if self.host else torch.where(self.ok, new, old)
 
+    def kept(self, new: Any, old: Any, like: Tensor) -> Tensor:
+        """What is to be kept of a single number, as a tensor of the type of ``like``."""
+        new = as_number(new, like)
+        return new if self.host else torch.where(self.ok, new, as_number(old, like))
+
     def weight(self, value: Any, otherwise: float = 0.0) -> Any:
         """The value if the update counts; else ``otherwise``, with which nothing moves."""
         if self.host:
@@ -61,10 +65,8 @@ class Gate:
         return [torch.where(self.ok.to(x.device), x, torch.zeros_like(x)) for x in vector]
 
 
-def move(
-    layout: Layout, d: Vector, scales: list[Any], etas: list[Any], gate: Gate, units: Sequence[float] | None = None
-) -> None:
-    """Move the parameters: x <- x - eta (scale d + weight_decay unit x), or with + scale d to maximise.
+def move(layout: Layout, d: Vector, scales: list[Any], etas: list[Any], gate: Gate) -> None:
+    """Move the parameters: x <- x - eta (scale d + weight_decay x), or with + scale d to maximise.
 
     Args:
         layout: the parameters.
@@ -72,13 +74,11 @@ def move(
         scales: see d. They are kept apart to save a product of the size of the model.
         etas: the step size of each entry: a number, a number per tensor of a merged entry, or an array.
         gate: whether the update counts.
-        units: what weight_decay of each of the optimizer's groups is multiplied by; None for 1.
     """
-    params = layout.params if layout.plain else layout.real_parameters()
+    params = layout.real_parameters()
     for e, entry in enumerate(layout.entries):
-        group = layout.groups[entry.group]
-        decay = group["weight_decay"] * (1.0 if units is None else units[layout.places[entry.group]])
-        xs: Any = params[entry.start : entry.stop]
+        group, xs = layout.groups[entry.group], params[layout.rows(e)]
+        decay = group["weight_decay"]
         v, scale, eta, decays = d[e], scales[e], etas[e], None
         if not isinstance(eta, float):
             eta = gate.weight(eta)  # 0 if the update does not count

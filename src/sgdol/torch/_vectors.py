@@ -8,8 +8,9 @@ one flat tensor, and each large one is a tensor of its own; every operation on a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ __all__ = [
     "PIECE",
     "Layout",
     "Numbers",
+    "Section",
     "Vector",
     "as_number",
     "dot",
@@ -39,8 +41,8 @@ __all__ = [
 
 Vector = list[Tensor]
 
-# Products of two vectors: first one float64 tensor with a number for each parameter that has one step size; then, for
-# each entry whose coordinates have step sizes of their own (Layout.coordinates), an array of the entry's shape.
+# Products of two vectors, one for each section (Layout.sections): a float64 tensor with a number per parameter, or an
+# array with one per coordinate. In place of all that, a single Python float: the sum over everything.
 Numbers = list[Any]
 
 _kind = attrgetter("shape", "dtype", "device")
@@ -142,6 +144,15 @@ class Entry(NamedTuple):
         return not (self.merged or self.coordinates)
 
 
+class Section(NamedTuple):
+    """Entries whose numbers lie together: those of a group, or a single one whose coordinates have step sizes."""
+
+    group: int  # index into Layout.groups
+    entries: list[int]
+    array: bool  # whether it is a single entry whose coordinates have step sizes
+    params: int  # how many parameters
+
+
 class Layout:
     """Which parameters lie where in a vector, and the operations that need to know it.
 
@@ -165,7 +176,6 @@ class Layout:
         self.groups = [group for group, params in zip(groups, members, strict=True) if params]
         self.places = [place for place, params in enumerate(members) if params]  # of self.groups in the optimizer's
         self.params: list[Tensor] = []
-        self.group_of: list[int] = []  # for each parameter the index of its group in self.groups
         self.entries: list[Entry] = []
         self._shapes: list[torch.Size] = []  # of this rank's real piece of each parameter
         for place, (group, of_group) in enumerate(zip(self.groups, filter(len, members), strict=True)):
@@ -174,7 +184,6 @@ class Layout:
                 sizes = [shape.numel() for shape in shapes]
                 self.params += params
                 self._shapes += shapes
-                self.group_of += [place] * len(params)
                 self.entries.append(
                     Entry(
                         start,
@@ -193,14 +202,19 @@ class Layout:
         self.like = torch.zeros((), device=device, dtype=scalar_dtype(device))  # a template for products and sums
         # The relative error of a squared norm is at most this.
         self.rounding = max((8 * torch.finfo(entry.dtype).eps for entry in self.entries), default=0.0)
-        self.coordinates = [e for e, entry in enumerate(self.entries) if entry.coordinates]
-        # Indices of the parameters that have one number each in Numbers[0], in its order.
-        self.numbered = [i for entry in self.entries if not entry.coordinates for i in range(entry.start, entry.stop)]
+        # An entry whose coordinates have step sizes is a section by itself; the others of its group, if any, are too.
+        together = groupby(enumerate(self.entries), lambda pair: (pair[1].group, pair[1].coordinates and pair[0]))
+        self.sections: list[Section] = []
+        for (group_of_section, _), pairs in together:
+            places, entries = zip(*pairs, strict=True)
+            count = sum(len(entry.sizes) for entry in entries)
+            self.sections.append(Section(group_of_section, list(places), entries[0].coordinates, count))
+        self.everything = [Section(0, list(range(len(self.entries))), False, len(self.params))]
         self.plain = all(type(p) in ORDINARY and not p.is_complex() for p in self.params)
         self._kinds = list(map(_kind, self.params))
         self._vectors: dict[tuple[str, int], Tensor] = {}  # by name and entry
-        # Views of the parts of merged entries that live long, by id: hundreds of views would be made in each step.
-        self._parts: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        # Views of the parts of merged entries that live long: hundreds of views would be made in each step.
+        self._parts: dict[Tensor, list[Tensor]] = {}
         self._buffers: dict[int, Tensor] = {}
         self._precisions: dict[int, torch.dtype] = {}
         self._starts = [np.cumsum([0, *entry.sizes[:-1]]) for entry in self.entries]
@@ -219,27 +233,24 @@ class Layout:
 
         Read-only: merged entries are copies, but the entry of a large float32 tensor is that tensor itself.
         """
-        if len(self.entries) == 1:
-            return [self.entry(tensors, 0)]
         return [self.entry(tensors[entry.start : entry.stop], e) for e, entry in enumerate(self.entries)]
 
-    def entry(self, tensors: Sequence[Tensor | None], e: int, *, copy: bool = False) -> Tensor:
-        """Entry e of :meth:`gather`, from its own tensors; ``copy=True`` never shares memory with them."""
+    def entry(self, tensors: Sequence[Tensor | None], e: int) -> Tensor:
+        """Entry e of :meth:`gather`, from its own tensors."""
         entry = self.entries[e]
         pieces: Any = tensors
         if not self.plain or set(map(type, tensors)) != {Tensor}:
             pieces = [self._piece(tensor, entry.start + i) for i, tensor in enumerate(tensors)]
         if entry.merged:
-            x = torch._C._nn.flatten_dense_tensors(pieces)  # of a single tensor it is a view
-        else:
-            x = pieces[0] if pieces[0].dtype == entry.dtype else pieces[0].to(entry.dtype)
-        return x.clone() if copy and len(pieces) == 1 else x
+            return torch._C._nn.flatten_dense_tensors(pieces)  # of a single tensor it is a view
+        return pieces[0] if pieces[0].dtype == entry.dtype else pieces[0].to(entry.dtype)
+
+    def own(self, e: int, x: Tensor) -> Tensor:
+        # Entry e of a result of gather(), or a copy of it: that of a single tensor may share its memory.
+        return x if len(self.entries[e].sizes) > 1 else x.clone()
 
     def gradients(self) -> Vector:
-        params = self.params
-        return [
-            self.entry([p.grad for p in params[entry.start : entry.stop]], e) for e, entry in enumerate(self.entries)
-        ]
+        return self.gather([p.grad for p in self.params])
 
     def parameters(self) -> Vector:
         return self.gather([p.detach() for p in self.params])
@@ -252,8 +263,7 @@ class Layout:
         return self.copy(self.parameters())
 
     def copy(self, vector: Vector) -> Vector:
-        # Only entries of a single tensor can share its memory.
-        return [x if len(entry.sizes) > 1 else x.clone() for entry, x in zip(self.entries, vector, strict=True)]
+        return [self.own(e, x) for e, x in enumerate(vector)]
 
     def put(self, x: Iterable[Tensor]) -> None:
         # Entry by entry, so that of a generator only one is in memory at a time.
@@ -268,33 +278,27 @@ class Layout:
         return [real_view(local(p)) for p in self.params]
 
     def parts(self, e: int, x: Tensor, *, to_read: bool = False) -> list[Tensor]:
-        """Entry e of a vector cut into one part per parameter, each in the parameter's (real) shape.
+        """Entry x of a vector cut into one part per parameter, each in the parameter's (real) shape.
 
-        Args:
-            e: the index of the entry.
-            x: the entry of the vector.
-            to_read: True if the parts are read at once and never written to: they may then be views of a buffer that
-                the next call overwrites.
+        ``to_read=True`` if they are read at once and never written to: they may then be views of a buffer that the next
+        call overwrites.
         """
-        entry, cached = self.entries[e], self._parts.get(id(x))
+        entry = self.entries[e]
         if not entry.merged:
             return [x]
-        if cached is not None and cached[0] is x:  # an id may be that of another tensor by now
-            return cached[1]
+        if x in self._parts:
+            return self._parts[x]
         if not to_read or len(entry.sizes) == 1:
             return [part.view(self._shapes[entry.start + i]) for i, part in enumerate(x.split(entry.sizes))]
         buffer = self._buffers.get(e)
         if buffer is None or buffer.dtype != x.dtype:
             buffer = self._buffers[e] = torch.empty_like(x)
-            self._parts[id(buffer)] = buffer, self.parts(e, buffer)
-        return self._parts[id(buffer.copy_(x))][1]  # one copy is cheaper than hundreds of new views of x
+            self._parts[buffer] = self.parts(e, buffer)
+        return self._parts[buffer.copy_(x)]  # one copy is cheaper than hundreds of new views of x
 
     def sample(self, vector: Vector) -> Vector:
         """A copy of all numbers of merged entries and of about ``SAMPLE`` numbers of each large one."""
-        return [  # gather() has made a new tensor of several small ones already
-            x if len(entry.sizes) > 1 else x.clone() if entry.merged else sample(x)
-            for x, entry in zip(vector, self.entries, strict=True)
-        ]
+        return [self.own(e, x) if self.entries[e].merged else sample(x) for e, x in enumerate(vector)]
 
     def matches(self, sampled: Vector, vector: Vector) -> bool:
         entries = zip(sampled, vector, self.entries, strict=True)
@@ -327,10 +331,7 @@ class Layout:
     def vector(self, name: str, e: int, fill: Tensor | None = None) -> Tensor:
         """Entry e of the vector whose parts are ``state[p][name]``. After writing to it, call :meth:`store`.
 
-        Args:
-            name: the key in the state of each parameter.
-            e: the index of the entry.
-            fill: the initial value for parameters whose state has no such key, a number or an entry; None for 0.
+        Parameters whose state has no such key begin with ``fill``, a number or an entry; None for 0.
         """
         x = self._vectors.get((name, e))
         if x is None:
@@ -340,11 +341,7 @@ class Layout:
     def store(self, name: str, e: int, x: Tensor, draw: int = 0) -> None:
         """Write to the state what was done to ``x = vector(name, e)``: state in bfloat16 is not that memory.
 
-        Args:
-            name: of the vector.
-            e: the index of the entry.
-            x: what :meth:`vector` returned.
-            draw: another number for every time that the vector is stored in one step.
+        ``draw`` is another number for every time that the vector is stored in one step.
         """
         kept = self._vectors[name, e]
         if kept is not x:
@@ -367,7 +364,7 @@ class Layout:
         if fill is not None:
             x.copy_(fill)
         parts = self.parts(e, x)
-        self._parts[id(x)] = x, parts
+        self._parts[x] = parts
         for p, part, old in zip(self.params[self.rows(e)], parts, saved, strict=True):
             if old is not None:
                 part.copy_(real_view(local(old)))
@@ -396,11 +393,7 @@ class Layout:
     def number(self, e: int, x: Tensor, y: Tensor, pooled: bool = False) -> Any:
         """<x, y> of entry e: one number per tensor, or x y where every coordinate has a step size of its own.
 
-        Args:
-            e: the index of the entry.
-            x: the entry of a vector.
-            y: the entry of another vector.
-            pooled: True for the sum over all tensors of the entry, as a Python number.
+        ``pooled=True``: the sum over all tensors of the entry, as a Python number.
         """
         entry = self.entries[e]
         if pooled:
@@ -413,44 +406,45 @@ class Layout:
             return self.sums(e, wide_x * (wide_x if x is y else y.to(self.like.dtype)))
         return dot(x, y).to(self.like.device).reshape(1)
 
-    def joined(self, values: Sequence[Any]) -> Numbers:
-        # Results of number() for all entries -> Numbers.
-        entries = list(zip(values, self.entries, strict=True))
-        numbers = [value for value, entry in entries if not entry.coordinates]
-        arrays = [value for value, entry in entries if entry.coordinates]
-        return [torch.cat(numbers) if numbers else self.like.new_zeros(0), *arrays]
+    def joined(self, values: Sequence[Any], pooled: bool = False) -> Numbers:
+        """Results of :meth:`number` for all entries as :data:`Numbers`; None for a section where they are None."""
+        numbers: Numbers = []
+        for section in self.everything if pooled else self.sections:
+            some = [values[e] for e in section.entries]
+            one = len(some) == 1 or some[0] is None
+            numbers.append(some[0] if one else sum(some) if pooled else torch.cat(some))
+        return numbers
 
     def products(
         self,
         a: Vector,
         b: Vector,
-        operators: Sequence[Any] | None = None,
+        operators: Sequence[Any],
         *,
         known: Sequence[Any] = (),
         pooled: bool = False,
     ) -> Numbers:
-        """<a, D^-1 b> as :data:`Numbers`; with ``pooled`` a list with the sum over everything.
+        """<a, D^-1 b> as :data:`Numbers`.
 
         Args:
             a: a vector.
             b: another vector.
-            operators: D of each entry (:mod:`sgdol.torch._operators`); None for D = 1.
+            operators: D of each entry (:mod:`sgdol.torch._operators`).
             known: <a, b> of each entry, a sum over its tensors, if the caller has it already.
             pooled: True for the sum over all tensors, as a Python number.
         """
         values = []
         for e, entry in enumerate(self.entries):
-            operator = None if operators is None or operators[e].is_identity else operators[e]
-            if operator is not None or not known or not (pooled or entry.alone):
-                values.append(self.inner(e, a[e], b[e], operator, pooled))
-            else:
+            if known and operators[e].is_identity and (pooled or entry.alone):
                 values.append(known[e] if pooled else as_number(known[e], self.like).reshape(1))
-        return [sum(values)] if pooled else self.joined(values)
+            else:
+                values.append(self.inner(e, a[e], b[e], operators[e], pooled))
+        return self.joined(values, pooled)
 
-    def inner(self, e: int, a: Tensor, b: Tensor, operator: Any = None, pooled: bool = False) -> Any:
-        """<a, D^-1 b> of entry e in the form of :meth:`number`; ``operator`` is D, or None for 1."""
+    def inner(self, e: int, a: Tensor, b: Tensor, operator: Any, pooled: bool = False) -> Any:
+        # <a, D^-1 b> of entry e in the form of number().
         entry = self.entries[e]
-        if operator is None or operator.is_identity:
+        if operator.is_identity:
             return self.number(e, a, b, pooled)
         if entry.alone:
             value = operator.inner(a, b)
@@ -477,51 +471,39 @@ class Layout:
         return self._precisions[e]
 
     def totals(self, numbers: Numbers) -> Tensor:
-        """One number per parameter, in the order of ``params``: arrays per coordinate are summed."""
-        first, *arrays = numbers
-        if not arrays:
-            return first
-        out = self.like.new_zeros(len(self.params))
-        out[self.numbered] = first
-        for e, values in zip(self.coordinates, arrays, strict=True):
-            out[self.entries[e].start : self.entries[e].stop] = self.sums(e, values)
-        return out
+        """One number per parameter, in the order of ``params``: arrays per coordinate are summed, None counts as 0."""
+        rows = [
+            self.like.new_zeros(section.params)
+            if x is None
+            else self.sums(section.entries[0], x).to(self.like)
+            if section.array
+            else x
+            for section, x in zip(self.sections, numbers, strict=True)
+        ]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def with_totals(self, numbers: Numbers, totals: Tensor) -> Numbers:
+        """The numbers with these totals in place of theirs, but for arrays, which stay."""
+        rows = totals.split([section.params for section in self.sections])
+        both = zip(self.sections, numbers, rows, strict=True)
+        return [x if section.array or x is None else row for section, x, row in both]
 
     def remapped(self, source: Layout, numbers: Numbers, like: Numbers) -> Numbers:
-        """Numbers of the layout ``source`` in the order and the form of ``like``; 0 for parameters that it has not."""
+        """Numbers of the layout ``source`` in the form of ``like``; 0 for parameters that it has not."""
         if source is self:
             return numbers
-        known = {source.params[i]: numbers[0][row] for row, i in enumerate(source.numbered)}
-        for e, values in zip(source.coordinates, numbers[1:], strict=True):
-            known.update(zip(source.params[source.rows(e)], source.parts(e, values), strict=True))
-        first, *arrays = map(torch.zeros_like, like)
-        parts = [
-            pair
-            for e, x in zip(self.coordinates, arrays, strict=True)
-            for pair in zip(self.params[self.rows(e)], self.parts(e, x), strict=True)
-        ]
-        for p, part in [*zip([self.params[i] for i in self.numbered], first, strict=True), *parts]:
+        known, remapped = dict(source._by_parameter(numbers)), [torch.zeros_like(x) for x in like]
+        for p, part in self._by_parameter(remapped):
             if p in known:
                 part.copy_(known[p])
-        return [first, *arrays]
+        return remapped
 
-    def by_group(self, values: Sequence[Any]) -> Numbers:
-        """Values of the groups as :data:`Numbers`; values that are all the same stay one number."""
-        first = values[0]
-        # Comparing Python numbers is free; tensors are not compared, because that would wait for a device.
-        if len(values) > 1 and any(
-            value is not first and (isinstance(value, Tensor) or value != first) for value in values[1:]
-        ):
-            stacked = torch.stack([as_number(value, self.like) for value in values])
-            first = stacked[[self.group_of[i] for i in self.numbered]]
-        return [first, *(values[self.entries[e].group] for e in self.coordinates)]
-
-    def by_entry(self, value: Any) -> list[Any]:
-        """The part of ``Numbers[0]`` that belongs to each entry; a single number belongs to all."""
-        if isinstance(value, float) or not value.dim():
-            return [value] * len(self.entries)
-        sizes = [0 if entry.coordinates else len(entry.sizes) for entry in self.entries]
-        return list(value.split(sizes))
+    def _by_parameter(self, numbers: Numbers) -> Iterator[tuple[Tensor, Tensor]]:
+        # Views: writing to them writes to the numbers.
+        for section, x in zip(self.sections, numbers, strict=True):
+            start = self.entries[section.entries[0]].start
+            parts = self.parts(section.entries[0], x) if section.array else x.unbind()
+            yield from zip(self.params[start : start + section.params], parts, strict=True)
 
     def spread(self, e: int, numbers: Tensor) -> Tensor:
         # One number per tensor of entry e -> one per coordinate.

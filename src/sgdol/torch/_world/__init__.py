@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
-from sgdol.torch._world._alone import Alone, Listener, LocalSums, Tap, World
+from sgdol.torch._world._alone import LocalSums, Tap, World
 from sgdol.torch._world._ddp import DataParallel, Unwrapped, find_wrapper, wrappings
 from sgdol.torch._world._fsdp import Measured, Sharded
 from sgdol.torch._world._pieces import (
@@ -28,7 +28,6 @@ from sgdol.torch._world._pieces import (
 __all__ = [
     "ORDINARY",
     "Finder",
-    "Listener",
     "LocalSums",
     "Measured",
     "Tap",
@@ -44,7 +43,7 @@ __all__ = [
     "shard_of",
 ]
 
-_ALONE = Alone()
+_ALONE = World()
 
 # Builds of torch without torch.distributed have no is_initialized(); bool() is False.
 is_distributed: Callable[[], bool] = dist.is_initialized if dist.is_available() else bool

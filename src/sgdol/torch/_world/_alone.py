@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
-from sgdol.torch._world._pieces import is_sharded, placed_like, plain
-
-__all__ = ["Alone", "ArrivalHook", "Listener", "LocalSums", "Tap", "World"]
-
-
-class Listener(Protocol):
-    """Is told of the gradients of one parameter."""
-
-    def arrived(self, gradient: Tensor) -> None:
-        """A backward is about to add this gradient to ``.grad``; no other rank has a part in it."""
-
-    def begun(self) -> None:
-        """A backward is about to reach the parameter; its gradient will be known after :meth:`reduced`."""
-
-    def reduced(self) -> None:
-        """The gradient, averaged over the ranks, was added to ``.grad``."""
+__all__ = ["LocalSums", "Tap", "World"]
 
 
 class Tap:
@@ -96,10 +80,8 @@ class World:
     # For the user, once, when several backward passes are counted as independent gradients.
     warnings: tuple[str, ...] = ()
 
-    def tap(self, param: Tensor, tap: Tap, listener: Listener) -> None:
-        """Call the listener for all gradients of this parameter from now on."""
-        if param.requires_grad and param.is_leaf:
-            tap.attach(param, ArrivalHook(listener, param))
+    def tap(self, param: Tensor, listener: Any) -> None:
+        """Tell the listener (``_passes.Listener``) of all gradients of a parameter that this world :meth:`reduces`."""
 
     def reduces(self, param: Tensor) -> bool:
         """Whether ``.grad`` of this parameter is written by an engine, which may hold back what is not reduced yet."""
@@ -127,34 +109,3 @@ class World:
 
     def reshard(self) -> None:
         """To be called after writing to the parameters: engines drop the copies that they have of them."""
-
-
-Alone = World
-
-
-class ArrivalHook:
-    """Hook in front of a leaf's accumulator, which tells the listener of each gradient, or of a piece of it.
-
-    Args:
-        listener: is told.
-        leaf: the leaf; the gradient of a DTensor is distributed as the leaf is.
-        cut: (dimension, start, length) of each cut that leaves the piece; None for the whole gradient.
-    """
-
-    __slots__ = ("_cut", "_leaf", "_listener")
-
-    def __init__(self, listener: Listener, leaf: Tensor, cut: list[tuple[int, int, int]] | None = None) -> None:
-        self._listener, self._cut = listener, cut
-        self._leaf = weakref.ref(leaf) if is_sharded(leaf) else None  # weak: the leaf's accumulator has this hook
-
-    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
-        gradient = gradients[0]
-        if gradient is None:
-            return
-        leaf = None if self._leaf is None else self._leaf()
-        piece = plain(gradient) if leaf is None else placed_like(gradient, leaf)
-        if self._cut is not None:
-            for dimension, start, length in self._cut:
-                piece = piece.narrow(dimension, start, length)
-            piece = piece.clone()  # a view would keep the whole gradient alive
-        self._listener.arrived(piece)

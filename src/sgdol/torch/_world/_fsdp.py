@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sgdol.torch._world._alone import ArrivalHook, Listener, LocalSums, Tap, World
+from sgdol.torch._world._alone import LocalSums, Tap, World
 from sgdol.torch._world._ddp import check_counts
-from sgdol.torch._world._pieces import is_sharded, local, whole
+from sgdol.torch._world._pieces import is_sharded, local, placed_like, plain, whole
 
 __all__ = ["Measured", "Sharded"]
 
@@ -62,7 +62,7 @@ class Sharded(World):
         self._distributions = {p: _Distribution(_pieces(p), 0, 0, None) for p in params}
         self._modules = _owned_parameters({id(p) for p in params})
         self._managed = {p for owned in self._modules.values() for *_, p in owned}
-        self._listeners: dict[Tensor, Listener] = {}
+        self._listeners: dict[Tensor, Any] = {}
         self._leaves: dict[Tensor, Tap] = {}
         self._handles: list[Any] = []
         self._group: tuple[dist.ProcessGroup | None, int] | None = None
@@ -77,13 +77,12 @@ class Sharded(World):
             self._handles.append(module.register_forward_pre_hook(_on_forward(weakref.ref(self), owned)))
         weakref.finalize(self, _remove, self._handles, self._leaves)
 
-    def tap(self, param: Tensor, tap: Tap, listener: Listener) -> None:
-        if param not in self._managed:  # of a managed one, _leaf_found() taps the leaves that its module computes with
-            super().tap(param, tap, listener)
-        elif param not in self._listeners and param.requires_grad:
+    def tap(self, param: Tensor, listener: Any) -> None:
+        # _leaf_found() taps the leaves that the parameter's module computes with.
+        if param not in self._listeners and param.requires_grad:
             self._listeners[param] = listener
             if not self._per_rank:
-                self._handles.append(param.register_post_accumulate_grad_hook(lambda _: listener.reduced()))
+                self._handles.append(param.register_post_accumulate_grad_hook(listener.reduced))
 
     def _leaf_found(self, module: Any, param: Tensor, leaf: Tensor) -> None:
         # The module is about to compute with the unsharded leaf. With tensor parallelism that is a DTensor itself, over
@@ -97,7 +96,7 @@ class Sharded(World):
         if listener is not None and leaf.requires_grad:
             cut = _cut(param, leaf) if self._measured == "piece" else None
             tap = self._leaves.setdefault(param, Tap())
-            tap.attach(leaf, ArrivalHook(listener, leaf, cut) if self._per_rank else lambda _: listener.begun())
+            tap.attach(leaf, _arrival_hook(listener, leaf, cut) if self._per_rank else listener.begun)
 
     def reduces(self, param: Tensor) -> bool:
         return param in self._managed
@@ -168,6 +167,22 @@ def _pieces(tensor: Tensor) -> int:
     for dimension, placement in enumerate(whole(tensor).placements):
         product *= 1 if placement.is_replicate() else mesh.size(dimension)
     return product
+
+
+def _arrival_hook(listener: Any, leaf: Tensor, cut: list[tuple[int, int, int]] | None) -> Any:
+    """Hook in front of a leaf's accumulator, which gives this rank's piece of each gradient to the listener."""
+    owner = weakref.ref(leaf)  # weak: the leaf's accumulator has this hook
+
+    def hook(gradients: tuple[Tensor | None, ...]) -> None:
+        gradient, leaf = gradients[0], owner()
+        if gradient is None or leaf is None:
+            return
+        piece = plain(placed_like(gradient, leaf))
+        for dimension, start, length in cut or ():
+            piece = piece.narrow(dimension, start, length)
+        listener((piece if cut is None else piece.clone(),))  # a view would keep the whole gradient alive
+
+    return hook
 
 
 def _cut(param: Tensor, leaf: Tensor) -> list[tuple[int, int, int]]:
