@@ -43,7 +43,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_version(monkeypatch, capsys):
+def test_the_version_is_that_of_the_package(monkeypatch, capsys):
     status, out, _ = call(monkeypatch, capsys, "--version")
     assert (status, out.strip()) == (0, f"sgdol {sgdol.__version__}")
 

@@ -59,7 +59,7 @@ def make(request):
         yield LIBRARIES[request.param]
 
 
-@pytest.mark.parametrize("past", [0, 1, 2, 3, 9, 21])
+@pytest.mark.parametrize("past", [0, 1, 3, 21])
 def test_d_is_that_of_the_reference(make, past):
     recorded = gradients(past + 2)
     D, _ = kronecker(recorded[:past], recorded[past], SHAPES)
@@ -210,10 +210,3 @@ def test_a_tensor_that_has_had_no_gradient_stays_in_bounds():
     g = gradients(1, seed=1)[0]
     expected = np.linalg.solve(kronecker(recorded, recorded[0], SHAPES)[0], g)
     np.testing.assert_allclose(sharp(D, g, np.asarray), expected, rtol=1e-10)
-
-
-def test_factors_of_half_precision_parameters_are_in_float32():
-    """Front ends give zeros of float32 for them; everything stays of that type."""
-    metric, g = Kronecker(), torch.ones(4, 3)
-    state = metric.observe(metric.initial(torch.zeros(4, 3)), g)
-    assert {v.dtype for v in state if isinstance(v, torch.Tensor)} == {torch.float32}

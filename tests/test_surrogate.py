@@ -1,12 +1,12 @@
 """The surrogate loss and the pair (u, n), against definitions written out as sums."""
 
 import itertools
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from libraries import namespace
 
 from sgdol import surrogate
 from sgdol.surrogate import ESTIMATORS, derivative, loss, momentum_signal, statistics, symmetric_signal
@@ -173,20 +173,6 @@ def test_the_symmetric_u_never_exceeds_n():
 
 
 # Array libraries ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def namespace(name: str):
-    """A function that makes float64 or integer arrays of this library, and the library's array type."""
-    if name == "torch":
-        torch = pytest.importorskip("torch")
-        yield torch.as_tensor, torch.Tensor
-    elif name == "jax":
-        jax = pytest.importorskip("jax")
-        with jax.enable_x64(True):  # a context, so that other tests keep jax as they set it
-            yield jax.numpy.asarray, jax.Array
-    else:
-        yield np.asarray, np.ndarray
 
 
 @pytest.mark.parametrize("blocks", BLOCK_ARRAYS.values(), ids=BLOCK_ARRAYS)

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from dense_metric import Dense, dense
 
 from sgdol.jax import averaged_params, diagnostics, microbatch_grads, sgdol_free
 from sgdol.reference_free import sgdol_free as reference
@@ -151,16 +152,17 @@ EUCLID = {"metric": "euclidean"}
     [
         *((name, {}) for name in PROBLEMS),
         *((name, EUCLID) for name in ("burst", "gentle cliff", "ledge")),
-        ("quadratic", OTHERS),
+        *((name, {"metric": Dense()}) for name in PROBLEMS),
     ],
     ids=str,
 )
 def test_agrees_with_the_reference(problem, options):
-    expected = equals_the_reference(problem, run(problem, **options), **options)
+    words = {"metric": dense} if options.get("metric") == Dense() else options
+    expected = equals_the_reference(problem, run(problem, **options), **words)
     reached = {
         "burst": expected.clipped,
-        "cliff": expected.rollbacks,
-        "gentle cliff": expected.rollbacks or not options,
+        "cliff": expected.rollbacks or "metric" in options,
+        "gentle cliff": expected.rollbacks or options != EUCLID,
         "ledge": expected.rejections,
         "hole": expected.skipped,
     }
@@ -168,9 +170,9 @@ def test_agrees_with_the_reference(problem, options):
 
 
 def test_a_constant_learning_rate_multiplies_the_steps_as_in_the_reference():
-    options = {**OTHERS, **EUCLID}
-    found = run("quadratic", learning_rate=0.5, **options)
-    equals_the_reference("quadratic", found, rates=lambda t: np.full(D, 0.5), **options)
+    """And the other options are those of the reference."""
+    found = run("quadratic", learning_rate=0.5, **OTHERS)
+    equals_the_reference("quadratic", found, rates=lambda t: np.full(D, 0.5), **OTHERS)
 
 
 @pytest.mark.parametrize("problem", list(PROBLEMS))
@@ -286,8 +288,9 @@ def test_a_learning_rate_of_another_optimizer_draws_a_warning():
         sgdol_free(1e-3)
 
 
-def test_parameters_that_something_else_has_moved_are_counted():
+def test_diagnostics_count_what_happened_also_parameters_that_something_else_has_moved():
     update, params, state = pieces()
+    assert np.isnan(diagnostics((state,))["signal_to_noise"])  # in a tuple, as in the state of a chain
     whole = jax.jit(
         lambda params, *rest: (lambda u, state: (optax.apply_updates(params, u), state))(*update(params, *rest))
     )
@@ -298,7 +301,12 @@ def test_parameters_that_something_else_has_moved_are_counted():
     for noise in batches[30:40]:  # ...and in two
         updates, state = update(params, state, noise)
         params = optax.apply_updates(params, updates)
-    assert (diagnostics(state)["updates"], diagnostics(state)["moved"]) == (39, 0)
+    now = diagnostics((state,))
+    assert (now["updates"], now["gradients"], now["skipped"], now["moved"]) == (39, 2, 1, 0)
+    assert now["evaluations"] > 40
+    assert min(now["smoothness"], now["step_size"][0]) > 0
+    assert 0 <= now["signal_to_noise"] < np.inf
+    assert now["noise_scale"] >= 0
     params["c"] = params["c"].at[1, 2].add(0.5)
     for noise in batches[40:45]:
         params, state = whole(params, state, noise)
@@ -310,6 +318,26 @@ def test_parameters_that_something_else_has_moved_are_counted():
     params, state = whole(params, state, batches[50])
     assert diagnostics(state)["moved"] == 6
     assert whole._cache_size() == 1  # the second call compiles nothing
+
+
+@pytest.mark.parametrize("metric", ["euclidean", Dense()], ids=str)
+def test_parameters_and_state_may_both_be_donated(metric):
+    optimizer = sgdol_free(metric=metric)
+
+    def step(params, state):
+        def evaluate(p):
+            return jnp.sum(p["a"] ** 2), jax.tree.map(lambda v: jnp.stack([v, v]), p)
+
+        value, grads = evaluate(params)
+        updates, state = optimizer.update(grads, state, params, value=value, value_and_grads=evaluate)
+        return optax.apply_updates(params, updates), state
+
+    params = tree_of(np.arange(6.0))
+    state = optimizer.init(params)
+    donating = jax.jit(step, donate_argnums=(0, 1))
+    for _ in range(3):
+        params, state = donating(params, state)
+    assert state.rule.updates == 3
 
 
 def test_misuse_is_named():

@@ -155,44 +155,28 @@ def test_a_restored_run_goes_on_bit_for_bit(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_a_step_size_for_each_coordinate_is_refused():
-    with pytest.raises(ValueError, match=r'granularity="coordinate" needs a metric .*got metric=Kronecker\('):
-        sgdol(0.25, metric="kronecker", granularity="coordinate")
-
-
-@pytest.mark.parametrize(
-    ("shapes", "turns", "dtype"),
-    [
-        ([(5,), (), (1,), (1, 1), (1, 6), (6, 1), (520, 513)], False, "float32"),
-        ([(3, 2, 5), (2, 3, 2, 2), (40, 4), (520, 6), (6,)], True, "bfloat16"),
-    ],
-    ids=["none to turn", "some to turn"],
-)
-def test_the_default_of_sgdol_free_is_rms_where_there_is_no_side_to_turn(shapes, turns, dtype):
+def test_sgdol_free_learns_in_half_precision():
+    """Matrices, a convolution, and a vector."""
+    shapes = [(3, 2, 5), (40, 4), (6,)]
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    start = [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
-    noise = 0.1 * jax.random.normal(jax.random.key(1), (12, 2), dtype)
+    params = [jax.random.normal(key, shape, "bfloat16") for key, shape in zip(keys, shapes, strict=True)]
+    optimizer, values = sgdol_free(), []
+    state = optimizer.init(params)
 
     def loss(params, shift):
         return sum(jnp.mean((p + shift) ** 2) for p in params)
 
-    ends = []
-    for optimizer in (sgdol_free(), sgdol_free(metric="rms")):
+    @jax.jit
+    def step(params, state, shifts):
+        def evaluate(params):
+            values, grads = jax.vmap(jax.value_and_grad(loss), (None, 0))(params, shifts)
+            return jnp.mean(values), grads
 
-        @jax.jit
-        def step(params, state, shifts, optimizer=optimizer):
-            def evaluate(params):
-                values, grads = jax.vmap(jax.value_and_grad(loss), (None, 0))(params, shifts)
-                return jnp.mean(values), grads
+        value, grads = evaluate(params)
+        updates, state = optimizer.update(grads, state, params, value=value, value_and_grads=evaluate)
+        return optax.apply_updates(params, updates), state, value
 
-            value, grads = evaluate(params)
-            updates, state = optimizer.update(grads, state, params, value=value, value_and_grads=evaluate)
-            return optax.apply_updates(params, updates), state, value
-
-        params, state, values = start, optimizer.init(start), []
-        for shifts in noise:
-            params, state, value = step(params, state, shifts)
-            values.append(float(value))
-        ends.append(jnp.concatenate([p.reshape(-1) for p in params]).astype(jnp.float32))
-        assert values[-1] < 0.5 * values[0]
-    assert bool(jnp.allclose(*ends, rtol=1e-6, atol=1e-7)) != turns
+    for shifts in 0.1 * jax.random.normal(jax.random.key(1), (12, 2), "bfloat16"):
+        params, state, value = step(params, state, shifts)
+        values.append(float(value))
+    assert values[-1] < 0.5 * values[0]

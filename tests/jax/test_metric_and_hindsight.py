@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from dense_metric import Dense, dense
+from dense_metric import Dense, Products, dense
 from six_numbers import ALGORITHM, BLOCKS, gradients, granular, overshooting, reference, replicate, run, tree
 
-from sgdol.jax import diagnostics, scale_by_sgdol, sgdol
+from sgdol.jax import diagnostics, scale_by_sgdol, sgdol, sgdol_free
 from sgdol.learners import FTRL, MeasuredCurvature
 from sgdol.metrics import RMS, AdaGrad
 from sgdol.reference import diagonal
@@ -248,13 +248,45 @@ def test_an_update_that_is_skipped_leaves_the_metric_and_the_direction_as_they_w
 # Devices --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("granularity", ["group", "coordinate"])
-def test_devices_stay_the_independent_gradients(granularity):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"metric": AdaGrad(), "epoch": 3, **granular("group")},
+        {"metric": AdaGrad(), "epoch": 3, **granular("coordinate")},
+        {"metric": Dense()},
+    ],
+    ids=["group", "coordinate", "dense"],
+)
+def test_devices_stay_the_independent_gradients(options):
     """As vmap with an axis name, which is how to try it on one device."""
     recorded = gradients(5, 4)
-    options = {"metric": AdaGrad(), "learner": MeasuredCurvature(), "epoch": 3, **granular(granularity)}
     last, states = replicate(sgdol(0.25, axis_name="replicas", **options), recorded)
     for leaf in jax.tree.leaves(states):
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
     iterates, _ = run(sgdol(0.25, **options), recorded)
     np.testing.assert_allclose(last, iterates[-1], rtol=0, atol=1e-13)
+
+
+# A metric whose D is a full matrix ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda: sgdol(0.25, metric=Dense()), lambda: sgdol_free(metric=Dense())])
+def test_a_state_that_is_a_factor_is_kept_for_each_tensor_and_not_taken_for_something_like_the_parameters(make):
+    optimizer = make()
+    state = optimizer.init(tree(np.zeros(6)))
+    seen = optax.tree_map_params(optimizer, lambda _: "like", state, transform_non_params=lambda _: "unlike")
+    seen, state = (each if hasattr(each, "metric") else each[0] for each in (seen, state))
+    assert isinstance(state.metric, Products)
+    assert [factor.shape for factor in state.metric.outer] == [(2, 2), (3, 3), (1, 1)]
+    assert seen.metric.outer == "unlike"
+    assert seen.trace == {"a": "like", "b": "like", "c": "like"}
+
+
+def test_a_step_size_for_each_coordinate_needs_a_diagonal_metric():
+    with pytest.raises(
+        ValueError, match=r'granularity="coordinate" needs a metric whose D is a diagonal.*\'rms\'.*got metric=Dense\('
+    ):
+        sgdol(0.25, metric=Dense(), granularity="coordinate")
+    with pytest.raises(ValueError, match=r"got metric=Kronecker\("):
+        sgdol(0.25, metric="kronecker", granularity="coordinate")
+    sgdol(0.25, metric=RMS(), granularity="coordinate")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from dense_metric import Dense
 from six_numbers import flat, gradients, granular, loop, run, tree
 
 from sgdol.jax import diagnostics, scale_by_sgdol, sgdol
@@ -43,10 +44,11 @@ CONFIGURATIONS = [
     {"metric": "rms", "learner": MeasuredCurvature(), **granular("group")},
     {"metric": "adagrad", "momentum": 0.5, **granular("coordinate")},
     {"estimator": "paper", **granular("tensor")},
+    {"metric": Dense()},
 ]
 
 
-@pytest.mark.parametrize("options", CONFIGURATIONS, ids=["momentum", "rms", "adagrad", "paper"])
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=["momentum", "rms", "adagrad", "paper", "dense"])
 @pytest.mark.parametrize(("dtype", "exponents"), [("float32", (-100, 100)), ("float64", (-500, 500))])
 def test_multiplying_the_objective_by_a_power_of_two_changes_no_bit(options, dtype, exponents):
     """2^100 is 1e30, 2^500 is 3e150."""

@@ -101,28 +101,23 @@ def test_a_figure_that_the_paper_does_not_have_is_refused(written_results):
         figures.draw(5, Reader(written_results()))
 
 
-def test_a_run_that_fled_to_the_flat_region_carries_its_objective(written_results):
-    class Fled(written_results):
+@pytest.mark.parametrize(
+    ("left", "diverged", "text", "points"),
+    [(-1, False, "$f(x_T)$ = 0.99", [100]), (50, True, "3 of 3 diverged", [50, 1])],
+    ids=["fled", "lost"],
+)
+def test_a_run_that_left_for_the_flat_region_is_named_and_one_that_diverged_ends_there(
+    written_results, left, diverged, text, points
+):
+    class Left(written_results):
         def curves(self, experiment, noise, method):
             curves = super().curves(experiment, noise, method)
             if (noise, method) == ("batch=50", "AMSGrad"):
-                curves["objective"][:, -1] = 0.99
+                curves["objective"][:, left:] = 0.99
+                curves["diverged"][:] = diverged
             return curves
 
-    axis = figures.draw(4, Reader(Fled())).axes[1]
-    assert [text.get_text() for text in axis.texts] == ["$f(x_T)$ = 0.99"]
-
-
-def test_a_diverged_run_with_finite_numbers_ends_where_it_left(written_results):
-    class Lost(written_results):
-        def curves(self, experiment, noise, method):
-            curves = super().curves(experiment, noise, method)
-            if (noise, method) == ("batch=50", "AMSGrad"):
-                curves["objective"][:, 50:] = 0.99
-                curves["diverged"][:] = True
-            return curves
-
-    axis = figures.draw(4, Reader(Lost())).axes[1]
-    assert [text.get_text() for text in axis.texts] == ["3 of 3 diverged"]
+    axis = figures.draw(4, Reader(Left())).axes[1]
+    assert [each.get_text() for each in axis.texts] == [text]
     lines = [line for line in axis.lines if line.get_color() == figures.LOOKS["AMSGrad"].colour]
-    assert [len(line.get_xdata()) for line in lines] == [50, 1]
+    assert [len(line.get_xdata()) for line in lines] == points

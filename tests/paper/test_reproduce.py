@@ -185,26 +185,17 @@ def killed(folder, arguments, environment, written, delay):
     return process.wait() != 0
 
 
-def check_kills(tmp_path, arguments, environment, kills, seed):
-    # Programs come from a cache, so that the test spends its time where a kill may hurt.
-    whole, interrupted, rng = tmp_path / "whole", tmp_path / "interrupted", random.Random(seed)
-    output(command(whole, arguments), env=environment)
-    for _ in range(kills):
+@pytest.mark.slow  # resuming and files that are whole or not there are tested above and in test_results.py
+def test_killed_ten_times_and_run_again_it_ends_with_the_same_bytes(tmp_path, reproduction, cached):
+    """Programs come from a cache, so that the test spends its time where a kill may hurt."""
+    arguments, rng = {**reproduction.arguments, "only": (), "horizon": 3000, "seed": 5}, random.Random(1)
+    whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
+    output(command(whole, arguments), env=cached)
+    for _ in range(10):
         written = len(list(interrupted.rglob("*.nc"))) + rng.randint(1, 6)
-        if not killed(interrupted, arguments, environment, written, rng.uniform(0, 0.1)):
+        if not killed(interrupted, arguments, cached, written, rng.uniform(0, 0.1)):
             # It came to its end between two kills: that end is checked, and it starts again.
             assert files(interrupted) == files(whole)
             shutil.rmtree(interrupted)
-    output(command(interrupted, arguments), env=environment)
+    output(command(interrupted, arguments), env=cached)
     assert files(interrupted) == files(whole)
-
-
-def test_killed_and_run_again_it_ends_with_the_same_bytes(tmp_path, reproduction, cached):
-    arguments = {"figures": (2,), "horizon": 2000, "repeats": 2, "only": reproduction.arguments["only"]}
-    check_kills(tmp_path, arguments, cached, kills=1, seed=0)
-
-
-@pytest.mark.slow
-def test_killed_ten_times_and_run_again_it_ends_with_the_same_bytes(tmp_path, reproduction, cached):
-    arguments = {**reproduction.arguments, "only": (), "horizon": 3000, "seed": 5}
-    check_kills(tmp_path, arguments, cached, kills=10, seed=1)

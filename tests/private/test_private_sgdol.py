@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from sgdol.learners import MeasuredCurvature, OnlineGradientDescent
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha")  # Opacus', of so little noise
 
 CLIP, SIGMA, LR = 0.5, 0.8, 2.0
 SAMPLES, FEATURES, CLASSES, BATCH = 48, 3, 2, 12

@@ -69,19 +69,6 @@ def test_a_polynomial_average_is_the_weighted_mean_of_its_recursion(power, count
         np.testing.assert_allclose(everything(average), expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("power", [0, 1, 2, 5])
-def test_the_weights_of_an_integer_power_are_rising_factorials(power):
-    """Iterate t has a weight in proportion to t (t + 1) ... (t + a - 1), which is about t^a."""
-    count = 12
-    rising = [math.prod(range(t, t + power)) for t in range(1, count + 1)]
-    expected = np.array(rising) / sum(rising)
-    np.testing.assert_allclose(weights_of_the_recursion(power, count), expected, rtol=1e-13)
-    for t in range(count):  # the weight that iterate t really gets
-        unit = [float(t == j) for j in range(count)]
-        found = everything(averaged(unit, polynomial_average(power)))
-        np.testing.assert_allclose(found, expected[t], rtol=1e-13)
-
-
 @pytest.mark.parametrize("power", [-1.0, math.inf, math.nan])
 def test_a_bad_power_is_refused(power):
     with pytest.raises(ValueError, match=rf"power must be finite and at least 0, got {power}"):

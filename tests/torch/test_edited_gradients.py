@@ -3,7 +3,6 @@
 import pytest
 import torch
 from loops import batch, both, flat, net_closure, plain, said
-from pairs import pairwise
 from torch import nn
 
 from sgdol import SGDOL, SGDOLFree
@@ -42,28 +41,6 @@ def expected(gradients, factors):
     stacked = torch.stack([torch.cat([f * g for f, g in zip(factors, draw, strict=True)]) for draw in gradients])
     found = statistics(stacked)
     return pytest.approx((found.u.item(), found.n.item()), rel=1e-9)
-
-
-def in_place(p):
-    p.grad.mul_(0.25)
-
-
-def silently(p):
-    p.grad.data.mul_(0.25)
-
-
-def out_of_place(p):
-    p.grad = p.grad * 0.25
-
-
-@pairwise(which=[0, 1, 2, 4], quarter=[in_place, silently, out_of_place])
-def test_a_factor_on_any_one_tensor_is_followed(which, quarter):
-    params = parameters()
-    opt, gradients = optimizer(params), draws(params, 3)
-    accumulate(params, gradients)
-    quarter(params[which])
-    opt.step()  # warnings are errors
-    assert learned(opt) == expected(gradients, [0.25 if i == which else 1.0 for i in range(5)])
 
 
 def test_a_hook_on_the_gradient_itself_is_seen_by_the_optimizer():

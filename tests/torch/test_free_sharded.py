@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from sgdol import SGDOLFree, reference_free
 from sgdol.reference_kronecker import kronecker
 
-STEPS = 20
+STEPS = 15
 
-STEEPER = 10
+STEEPER = 6
 """From this step on the inputs are five times as large, so that the curvature is 25 times what it was."""
 
 

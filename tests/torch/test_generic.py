@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import closure_of, through_a_file
+from loops import closure_of, one_step
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -268,19 +268,6 @@ def test_mistakes_that_every_optimizer_refuses_are_refused():
 # Saving and loading ---------------------------------------------------------------------------------------------------
 
 
-@with_passes("k, steps", (1, 3), (2, 2))
-def test_a_loaded_state_continues_as_the_saved_one_does(options, k, steps):
-    one = Problem(options, noise=1.0).train(steps, k)
-    other = Problem(copy.deepcopy(options), noise=1.0)
-    other.stands_where(one)
-    other.opt.load_state_dict(through_a_file(one.opt.state_dict()))
-    assert_same(other.opt.state_dict(), one.opt.state_dict())
-    one.train(3, k, seed=1)
-    other.train(3, k, seed=1)
-    assert_same([p.detach() for p in other.params], [p.detach() for p in one.params])
-    assert_same(other.opt.state_dict(), one.opt.state_dict())
-
-
 @few
 @pytest.mark.parametrize(("saved", "loaded"), [(False, True), (True, False)], ids=["to named", "from named"])
 def test_states_go_between_named_and_unnamed_parameters(options, saved, loaded):
@@ -443,10 +430,7 @@ def linear() -> torch.nn.Module:
 def train_linear(net, opt, steps: int, k: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        for _ in range(k):
-            net(torch.randn(4, 3, generator=generator)).square().mean().div(k).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (net(torch.randn(4, 3, generator=generator)).square().mean().div(k) for _ in range(k)))
 
 
 @with_passes("k, steps", (2, 0), (2, 2), (1, 2), (1, 3))

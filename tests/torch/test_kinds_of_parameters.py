@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loops import GRANULARITIES, SOURCES, batch, both, fit, flat, net_closure, network, one_step, plain
+from loops import GRANULARITIES, SOURCES, batch, both, closure_of, fit, flat, net_closure, network, one_step, plain
 from pairs import pairwise
 from torch import nn
 
@@ -63,21 +63,13 @@ def test_maximising_is_minimising_the_negative(make):
         x = nn.Parameter(torch.randn(5, dtype=torch.float64))
         opt = make([x], **options)
         for t in range(20):
-            halves = batch(t).chunk(2)
-            one_step_of(opt, lambda x=x, halves=halves, sign=sign: [sign * (h @ x - 1).square().mean() for h in halves])
+
+            def losses(x=x, sign=sign, t=t):
+                return (sign * (half @ x - 1).square().mean() for half in batch(t).chunk(2))
+
+            opt.step(closure_of(opt, losses))
         found.append(x.detach())
     assert torch.equal(*found)
-
-
-def one_step_of(opt, losses):
-    def closure():
-        opt.zero_grad()
-        found = losses()
-        for loss in found:
-            loss.backward()
-        return sum(found).detach()
-
-    opt.step(closure)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -140,9 +132,9 @@ def test_without_a_rate_complex_parameters_are_pairs_of_real_ones():
         for t in range(30):
 
             def losses(x=x, view=view, t=t):
-                return [((view(x) - target).square().sum() + (view(x) * part).sum()) / 2 for part in noise[t]]
+                return (((view(x) - target).square().sum() + (view(x) * part).sum()) / 2 for part in noise[t])
 
-            one_step_of(opt, losses)
+            opt.step(closure_of(opt, losses))
     torch.testing.assert_close(torch.view_as_real(z.detach()), pairs.detach(), rtol=1e-12, atol=1e-12)
 
 
@@ -242,7 +234,6 @@ def test_a_compiled_model_is_seen_as_the_plain_one_is(make):
 
 
 @both
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_compiled_autograd_is_refused_by_name(make):
     torch._dynamo.reset()
     net = nn.Linear(5, 1).double()

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from loops import as_on_a_device, closure_of, fit, flat, one_step, plain
+from loops import closure_of, fit, flat, one_step, plain
 from torch import nn
 
 from sgdol import SGDOL, SGDOLFree
 from sgdol.metrics import Kronecker
-from sgdol.reference import replay
 from sgdol.reference_free import sgdol_free
 from sgdol.reference_kronecker import kronecker
 from sgdol.torch import backward
@@ -23,33 +22,6 @@ D = sum(SIZES)
 def parameters(start=None, dtype=torch.float64):
     pieces = np.split(np.zeros(D) if start is None else start, np.cumsum(SIZES)[:-1])
     return [nn.Parameter(torch.tensor(x.reshape(shape), dtype=dtype)) for x, shape in zip(pieces, SHAPES, strict=True)]
-
-
-def gradients(steps, k):
-    """Correlated coordinates, with a mean that turns around."""
-    rng = np.random.default_rng(0)
-    mean = 2 * (-1.0) ** (np.arange(steps) // 5)[:, None, None] * rng.normal(size=D)
-    return (mean + rng.normal(size=(steps, k, D))) @ rng.normal(size=(D, D)) / 5
-
-
-@pytest.mark.parametrize("host", [True, False], ids=["on the host", "as on a device"])
-@pytest.mark.parametrize("k", [2, 3])
-def test_sgdol_equals_the_reference(k, host):
-    recorded = gradients(24, k)
-    tensors = np.repeat(range(len(SIZES)), SIZES)
-    options = {"smoothness": 4.0, "kappa": 10.0, "momentum": 0.9, "bias_correction": False}
-
-    def metric(past, present, tensors):
-        return kronecker(past, present, SHAPES)[0]
-
-    words = {"alpha": None, "estimator": "symmetric", "learner": "measured"}
-    truth = replay(recorded, np.zeros(D), **options, **words, metric=metric, tensors=tensors)
-    params = parameters()
-    opt = SGDOL(params, metric="kronecker", **options)
-    opt = opt if host else as_on_a_device(opt)
-    for t, step in enumerate(recorded):
-        one_step(opt, (torch.cat([p.reshape(-1) for p in params]) @ torch.tensor(g) / k for g in step))
-        np.testing.assert_allclose(flat(params).numpy(), truth.iterates[t + 1], rtol=0, atol=1e-10)
 
 
 RNG = np.random.default_rng(1)

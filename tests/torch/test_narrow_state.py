@@ -90,7 +90,7 @@ def test_the_last_step_is_kept_to_the_precision_of_bfloat16(metric):
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-@metrics
+@pytest.mark.parametrize("metric", ["rms", "kronecker"])
 def test_a_small_network_trains_as_well_as_in_float32(metric):
     """The loss of the average over the last 20 of 300 batches, mean of three seeds: within 10 per cent."""
     ends = []
@@ -194,7 +194,7 @@ def test_another_type_and_groups_that_differ_are_refused():
 
 ENGINES = {
     2: {"ddp": "kronecker", "nested": "rms", "tensor parallel": "kronecker"},
-    4: {"nested": "rms", "hybrid": "rms", "both": "rms"},
+    4: {"hybrid": "rms", "both": "rms"},
 }
 
 
@@ -217,7 +217,7 @@ def run(rank: int, world: int, folder: str) -> dict[str, dict]:
     for engine, metric in ENGINES[world].items():
         net, opt = build(engine, world, metric)
         opt.alone = engine in ("ddp", "nested", "hybrid")
-        train(net, opt, rank, world, range(8))
+        train(net, opt, rank, world, range(4))
         place = f"{folder}/{engine.replace(' ', '')}"
         saved = dict(zip(("model", "optim"), get_state_dict(net, opt), strict=True))
         dcp.save(saved, checkpoint_id=place)
@@ -227,7 +227,7 @@ def run(rank: int, world: int, folder: str) -> dict[str, dict]:
         dcp.load(state, checkpoint_id=place)
         set_state_dict(twin, resumed, model_state_dict=state["model"], optim_state_dict=state["optim"])
         for each, by in ((net, opt), (twin, resumed)):
-            train(each, by, rank, world, range(8, 14))
+            train(each, by, rank, world, range(4, 8))
         found[engine] = {
             "params": [full(p.detach()) for p in net.parameters()],
             "resumed": [full(p.detach()) for p in twin.parameters()],

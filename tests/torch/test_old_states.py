@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from loops import fit, plain
 
 from sgdol import PAPER, SGDOL, SGDOLFree
 from sgdol.learners import FTRL, OnlineGradientDescent
-from sgdol.torch import backward
 
 pytestmark = pytest.mark.filterwarnings("ignore:SGDOL got one backward")  # states of pairs
 
@@ -72,26 +72,13 @@ def test_the_defaults_of_today_name_the_learner_that_a_state_of_the_version_befo
 
 def test_a_state_of_sgdol_free_brings_along_the_metric_that_was_the_default():
     """An optimizer that is constructed with today's default goes on in the metric of the state, to the bit."""
-
-    def run(net, opt, steps):
-        for t in steps:
-            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(t))
-            backward(lambda x, net=net: (net(x) - x.sum(1, keepdim=True)).square().mean(), x)
-            opt.step()
-            opt.zero_grad()
-
-    def make(**options):
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
-        return net, SGDOLFree(net.parameters(), **options)
-
-    net, opt = make(metric="rms")
-    run(net, opt, range(7))
-    twin, today = make()
+    net, twin = plain(torch.float32), plain(torch.float32, seed=1)
+    opt, today = SGDOLFree(net.parameters(), metric="rms"), SGDOLFree(twin.parameters())
+    fit(net, opt, range(7))
     twin.load_state_dict(net.state_dict())
     today.load_state_dict(opt.state_dict())
     for model, optimizer in ((net, opt), (twin, today)):
-        run(model, optimizer, range(7, 20))
+        fit(model, optimizer, range(7, 20))
     assert today.param_groups[0]["metric"] == "rms"
     assert all(map(torch.equal, net.parameters(), twin.parameters()))
     assert "metric.square" in today.state[twin[0].weight]

@@ -25,7 +25,7 @@ from loops import (
 from pairs import pairwise
 
 from sgdol import SGDOL, reference, theory
-from sgdol.learners import FTRL, OnlineGradientDescent, OptimisticFTRL
+from sgdol.learners import FTRL
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:SGDOL was given the same gradient twice",  # numbers that are easy to follow
@@ -142,10 +142,7 @@ def test_the_first_move_of_a_group_that_joins_late_is_not_shrunk_by_momentum():
     a, b = scalar(), scalar()
     opt = SGDOL([{"params": [a]}, {"params": [b]}], smoothness=10.0, momentum=0.9, bias_correction=True)
     for update in range(11):
-        for _ in range(2):
-            ((a + b if update == 10 else a) / 2).backward()
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, ((a + b if update == 10 else a) / 2 for _ in range(2)))
     assert b.item() == pytest.approx(1 - 0.1)
 
 
@@ -170,25 +167,6 @@ def test_momentum_that_a_scheduler_switches_off_and_on_is_not_resurrected():
             opt.param_groups[0]["momentum"] = beta
             feed(opt, y, g1, g2)
             assert y.item() == pytest.approx(x, rel=1e-12)
-
-
-@pytest.mark.parametrize("learner", [OptimisticFTRL(), OnlineGradientDescent(), FTRL(strength=10.0, center=0.5)])
-@pytest.mark.parametrize("granularity", ["global", "coordinate"])
-def test_any_learner_chooses_the_multiplier(learner, granularity):
-    gradients = np.random.default_rng(0).normal(size=(10, 2, 3)) + 0.5
-    x, state = np.zeros(3), learner.initial(np.zeros(3) if granularity == "coordinate" else 0.0)
-    for g1, g2 in gradients:
-        d, u = (g1 + g2) / 2, g1 * g2
-        n = d * d
-        if granularity != "coordinate":
-            u, n = u.sum(), n.sum()
-        s = learner.predict(state, 2.0)
-        x -= 0.1 * s * d
-        state = learner.observe(state, s, u, n, 2.0)
-    p = torch.nn.Parameter(torch.zeros(3).double())
-    opt = SGDOL([p], lr=0.1, alpha=2.0, momentum=0.0, learner=learner, granularity=granularity)
-    feed(opt, p, *gradients.reshape(-1, 3))
-    np.testing.assert_allclose(p.detach().numpy(), x, rtol=1e-12)
 
 
 def test_alpha_none_is_the_first_squared_gradient_that_is_not_zero():
@@ -412,8 +390,9 @@ def test_passes_of_a_large_tensor_are_measured_and_not_kept(options):
     one_step(opt, ((x * draws.roll(i)).sum() for i in range(2)))
     for i in range(5):
         (x * draws.roll(i)).sum().backward()
-        held.append(large_tensors())
-    assert held[1] == held[4]
+        if i in (1, 4):
+            held.append(large_tensors())
+    assert held[0] == held[1]
 
 
 def test_the_optimizer_dies_with_its_last_reference_and_takes_its_hooks_along():

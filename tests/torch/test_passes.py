@@ -11,7 +11,7 @@ import pytest
 import torch
 from loops import SOURCES, flat, objective, one_step, plain, scalar
 from pairs import pairwise
-from processes import in_threads
+from test_histories import Fail
 from torch.utils.checkpoint import checkpoint
 
 from sgdol import SGDOL
@@ -44,11 +44,8 @@ def inputs(count: int) -> list[torch.Tensor]:
     return list(torch.randn(count, 5, 5, generator=generator, dtype=torch.float64))
 
 
-def truth(net, objective, batches, granularity, estimator="symmetric", k=2, clip=None) -> torch.Tensor:
-    """The parameters after training on these microbatches, k at a time.
-
-    ``clip`` is (indices of parameters, largest norm): what clip_grad_norm_ does to the mean gradient.
-    """
+def truth(net, objective, batches, granularity, estimator="symmetric", k=2) -> torch.Tensor:
+    """The parameters after training on these microbatches, k at a time."""
     net = copy.deepcopy(net)
     params = list(net.parameters())
     sizes = [p.numel() for p in params]
@@ -65,10 +62,6 @@ def truth(net, objective, batches, granularity, estimator="symmetric", k=2, clip
             for x in batches[start : start + k]
         ]
         gradients = torch.stack([torch.cat([g.reshape(-1) for g in one]) for one in passes])
-        if clip is not None:
-            members = torch.cat([torch.full((n,), i in clip[0]) for i, n in enumerate(sizes)])
-            norm = gradients.mean(0)[members].norm()
-            gradients = torch.where(members, gradients * min(1.0, clip[1] / (norm + 1e-6)), gradients)
         found = statistics(gradients, estimator=estimator, blocks="coordinate")
         s = ((ALPHA + u_sum) / (ALPHA + n_sum)).clamp(0, 2)
         u_sum = u_sum.index_add(0, block, found.u)
@@ -92,18 +85,11 @@ def optimizer(net, granularity, **options) -> SGDOL:
     return SGDOL(groups, lr=LR, alpha=ALPHA, granularity=granularity, **{**PLAIN, **options})
 
 
-def plain_pass(net, opt, loss, x) -> None:
-    loss.backward()
-
-
-def trained(net, objective, batches, granularity, k=2, one_pass=plain_pass) -> torch.Tensor:
-    """The same by the optimizer, in a loop whose backward passes are ``one_pass``."""
+def trained(net, objective, batches, granularity, k=2) -> torch.Tensor:
+    """The same by the optimizer."""
     opt = optimizer(net, granularity)
     for start in range(0, len(batches), k):
-        for x in batches[start : start + k]:
-            one_pass(net, opt, objective(net, x) / k, x)
-        opt.step()
-        opt.zero_grad()
+        one_step(opt, (objective(net, x) / k for x in batches[start : start + k]))
         assert opt.diagnostics()["gradients"] == k
     assert opt.diagnostics()["updates"] == len(batches) // k
     return flat(net.parameters())
@@ -142,70 +128,6 @@ def test_the_papers_estimator_refuses_several_backward_passes_per_step():
     with pytest.raises(ValueError, match=r'estimator="paper" takes one backward\(\) per step\(\), got 3'):
         opt.step()
     assert_equal(flat(net.parameters()), flat(network().parameters()))
-
-
-# Gradients that are rescaled without a trace --------------------------------------------------------------------------
-
-
-class Recommender(torch.nn.Module):
-    """Two tables that are much larger than the rest, of which a batch touches a few rows."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.users, self.items, self.head = (
-            torch.nn.Embedding(2100, 8),
-            torch.nn.Embedding(2200, 8),
-            torch.nn.Linear(8, 1),
-        )
-        self.double()
-
-    def forward(self, rows):
-        return self.head(torch.tanh(self.users(rows) * self.items(rows)))
-
-
-def rows(count: int) -> list[torch.Tensor]:
-    """Rows 1 to 6 of the tables: of 64 entries that are spread evenly over such a gradient, all are zero."""
-    generator = torch.Generator().manual_seed(0)
-    return list(torch.randint(1, 7, (count, 16), generator=generator))
-
-
-def score(net, x: torch.Tensor) -> torch.Tensor:
-    return (net(x) - (x[:, None] - 3.5)).square().mean()
-
-
-def trained_with_scaler(net, objective, batches, granularity, unscale, clip=None, enabled=True) -> torch.Tensor:
-    opt = optimizer(net, granularity)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=enabled)
-    params = list(net.parameters())
-    for start in range(0, len(batches), 2):
-        for x in batches[start : start + 2]:
-            scaler.scale(objective(net, x) / 2).backward()
-        if unscale:
-            scaler.unscale_(opt)
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_([params[i] for i in clip[0]], clip[1])
-        scaler.step(opt)
-        scaler.update()
-        opt.zero_grad()
-    assert not enabled or scaler.get_scale() > 1024.0
-    assert opt.diagnostics()["skipped"] == 0
-    return flat(net.parameters())
-
-
-@pairwise(
-    granularity=GRANULARITIES,
-    model=[(Recommender, score, rows), (network, objective, inputs)],
-    subset=[None, (0, 1), (0,), (0, 2)],
-    unscale=[False, True],
-    scaled=[False, True],
-)
-def test_unscaling_and_clipping_some_tensors_are_followed_tensor_by_tensor(granularity, model, subset, unscale, scaled):
-    make, loss, batches = model
-    clip = None if subset is None else (subset, 1e-2)
-    expected = truth(make(), loss, batches(6), granularity, clip=clip)
-    found = trained_with_scaler(make(), loss, batches(6), granularity, unscale or subset, clip, enabled=scaled)
-    assert_equal(found, expected)
 
 
 # Nested graph tasks ---------------------------------------------------------------------------------------------------
@@ -257,101 +179,6 @@ class Tied(torch.nn.Module):
 def test_a_tied_parameter_is_one_contribution_per_pass(granularity):
     expected = truth(Tied(), objective, inputs(6), granularity)
     assert_equal(trained(Tied(), objective, inputs(6), granularity), expected)
-
-
-# What is not a backward pass ------------------------------------------------------------------------------------------
-
-
-class Fail(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise RuntimeError("half-way")
-
-
-def fail_half_way(net, x) -> None:
-    """The head's gradients arrive, the stem's never do."""
-    with pytest.raises(RuntimeError, match="half-way"):
-        net[2:](Fail.apply(net[:2](x))).square().mean().backward()
-
-
-ZERO = {
-    "module": lambda net, opt: net.zero_grad(),
-    "module, to zeros": lambda net, opt: net.zero_grad(set_to_none=False),
-    "optimizer": lambda net, opt: opt.zero_grad(),
-}
-
-
-def one_whole_pass(net, x) -> None:
-    objective(net, -x).backward()
-
-
-def one_whole_pass_and_a_half(net, x) -> None:
-    one_whole_pass(net, x)
-    fail_half_way(net, x)
-
-
-@pairwise(
-    granularity=GRANULARITIES,
-    thrown_away=[one_whole_pass, fail_half_way, one_whole_pass_and_a_half],
-    zero=list(ZERO),
-)
-def test_passes_that_are_thrown_away_leave_nothing_behind(granularity, thrown_away, zero):
-    seen = []
-
-    def one_pass(net, opt, loss, x):
-        if len(seen) % 2 == 0:
-            thrown_away(net, x)
-            ZERO[zero](net, opt)
-        seen.append(x)
-        loss.backward()
-
-    expected = undisturbed(granularity)
-    assert_equal(trained(network(), objective, inputs(6), granularity, one_pass=one_pass), expected)
-
-
-def grad(net, loss, *others):
-    """Gradients of some parameters that nobody accumulates."""
-    torch.autograd.grad(loss, [p for module in others or [net] for p in module.parameters()], create_graph=True)
-
-
-KINDS = {
-    "with its graph retained": lambda net, loss, x: loss.backward(retain_graph=True),
-    "differentiable": lambda net, loss, x: loss.backward(create_graph=True),
-    "of given inputs": lambda net, loss, x: loss.backward(inputs=list(net.parameters())),
-    "in another thread": lambda net, loss, x: in_threads(loss.backward),
-    "after autograd.grad": lambda net, loss, x: (grad(net, objective(net, -x)), loss.backward()),
-    "before autograd.grad": lambda net, loss, x: (loss.backward(), grad(net, objective(net, -x))),
-    "between some of autograd.grad": lambda net, loss, x: (
-        grad(net, objective(net, -x), net[2]),
-        loss.backward(),
-        grad(net, objective(net, -x), net[0]),
-    ),
-}
-
-
-@granularities
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_every_kind_of_backward_is_one_contribution_and_autograd_grad_is_none(granularity, kind):
-    def one_pass(net, opt, loss, x):
-        KINDS[kind](net, loss, x)
-
-    found = trained(network(), objective, inputs(6), granularity, one_pass=one_pass)
-    assert_equal(found, undisturbed(granularity))
-
-
-def test_autograd_grad_alone_leaves_nothing_to_step_with():
-    net = network()
-    opt = SGDOL(net.parameters(), lr=LR)
-    for x in inputs(2):
-        grad(net, objective(net, x))
-    opt.step()
-    assert not opt.pending
-    assert_equal(flat(net.parameters()), flat(network().parameters()))
 
 
 # Gradients that nobody watched, or that reach some parameters only ----------------------------------------------------
@@ -428,9 +255,7 @@ def test_a_parameter_unfrozen_later_is_watched_from_its_first_step_on(granularit
 
 
 @pairwise(
-    granularity=GRANULARITIES,
-    estimator=["symmetric", "paper"],
-    when=["before backward", "half-way through backward"],
+    granularity=GRANULARITIES, estimator=["symmetric", "paper"], when=["before backward", "half-way through backward"]
 )
 def test_a_closure_that_raises_loses_no_held_gradient(granularity, estimator, when):
     net = network()
@@ -462,38 +287,11 @@ def test_a_closure_that_raises_loses_no_held_gradient(granularity, estimator, wh
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def convolutions(memory_format=torch.contiguous_format) -> torch.nn.Module:
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Tanh(), torch.nn.Conv2d(4, 2, 2)).double()
-    return net.to(memory_format=memory_format)
-
-
-def image_objective(net, x: torch.Tensor) -> torch.Tensor:
-    return (net(x) - 0.5).square().mean()
-
-
-def images(count: int) -> list[torch.Tensor]:
-    return list(torch.randn(count, 2, 3, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
-
-
-@granularities
-@pytest.mark.parametrize("scaled", [False, True])
-def test_channels_last_parameters_are_parameters(granularity, scaled):
-    expected = truth(convolutions(), image_objective, images(6), granularity)
-    net = convolutions(torch.channels_last)
-    assert not net[0].weight.is_contiguous()
-    if scaled:
-        found = trained_with_scaler(net, image_objective, images(6), granularity, True)
-    else:
-        found = trained(net, image_objective, images(6), granularity)
-    assert not net[0].weight.is_contiguous()
-    assert_equal(found, expected)
-
-
 VIEWS = {
     "transposed": lambda base: base.t(),
     "every other row": lambda base: base[::2],
     "some columns": lambda base: base[:, 1:3],
+    "channels last": lambda base: base.view(2, 3, 2, 2).to(memory_format=torch.channels_last),
     "complex, lazily conjugated": lambda base: torch.view_as_complex(base.view(6, 2, 2)),
 }
 

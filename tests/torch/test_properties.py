@@ -178,24 +178,6 @@ def test_scaling_the_objective_and_the_parameters_changes_nothing_but_rounding(g
     close(scaled, run(gradients, **configuration), 1e-10)
 
 
-@examples(15)
-@given(gradients=moderate(), granularity=granularities, alpha=st.sampled_from([None, 1.0]))
-def test_dividing_the_loss_by_the_number_of_microbatches_or_not_is_only_a_scale(gradients, granularity, alpha):
-    """lr in the units of the sum is 1/k, and alpha k^2, of what they are in the units of the mean."""
-    k, summed = gradients.shape[1], {"granularity": granularity, "divide": False}
-    mean = run(gradients, alpha=alpha, granularity=granularity)
-    total = run(gradients, lr=LR / k, alpha=None if alpha is None else alpha * k**2, **summed)
-    close(total, mean, 1e-10)
-
-
-@examples(20)
-@given(gradients=moderate(), configuration=configurations)
-def test_maximizing_is_minimizing_the_negative(gradients, configuration):
-    descent = run(gradients, **configuration)
-    ascent = run(gradients, f_scale=-1.0, maximize=True, **configuration)
-    np.testing.assert_array_equal(ascent, descent)
-
-
 # What is one tensor, one group, one order -----------------------------------------------------------------------------
 
 
@@ -213,38 +195,6 @@ def test_cutting_into_tensors_and_groups_of_the_same_lr_changes_nothing_under_gl
 ):
     options = {"estimator": estimator, "source": source, "momentum": momentum, "alpha": alpha, "weight_decay": 0.01}
     close(run(gradients, cuts=cuts, groups=groups, **options), run(gradients, cuts=(), **options), 1e-12)
-
-
-@every_granularity
-@examples(8)
-@given(gradients=moderate(ks=(2, 5)), seed=st.integers(0, 100), momentum=st.sampled_from([0.0, 0.9]))
-def test_the_order_of_microbatches_changes_nothing_for_the_symmetric_estimator(granularity, gradients, seed, momentum):
-    order = np.random.default_rng(seed)
-    shuffled = np.stack([step[order.permutation(len(step))] for step in gradients])
-    options = {"granularity": granularity, "momentum": momentum}
-    close(run(shuffled, **options), run(gradients, **options), 1e-12)
-
-
-@every_granularity
-@every_way
-@examples(4)
-@given(first=moderate(horizons=(1, 12), ks=(1, 1)), k=st.integers(2, 5), alpha=st.sampled_from([None, 1e-3, 10.0]))
-def test_without_noise_the_step_size_is_lr(source, estimator, granularity, first, k, alpha):
-    gradients = np.repeat(first, k, axis=1)
-    options = {"granularity": granularity, "estimator": estimator, "source": source, "alpha": alpha, "groups": 2}
-    problem = Problem(lr=LR, momentum=0.0, learner=FTRL(), **options)
-    for step in gradients:
-        problem.run(step[None])
-        # u = n but for a few roundings of each product, over at most 12 rounds.
-        assert problem.step_sizes() == pytest.approx([LR] * 2, rel=1e-13, abs=0)
-
-
-@examples(12)
-@given(gradients=moderate(horizons=(2, 6)), granularity=granularities)
-def test_microbatches_and_alternating_steps_are_the_same_algorithm(gradients, granularity):
-    """Two backward passes and one step, or two of each: the same gradients at the same points."""
-    one, other = (run(gradients[:, :2], source=s, granularity=granularity) for s in ("alternating", "microbatches"))
-    close(one, other, 1e-12)
 
 
 def test_a_tensor_of_one_number_is_a_coordinate_also_if_it_was_away_when_momentum_began():

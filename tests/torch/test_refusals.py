@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from dense_metric import Dense
 from loops import both, feed, fit, plain, scalar
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,6 +41,7 @@ BAD = [
     (SGDOL, {"averaging": -1}, ValueError, "averaging must be None, or finite and at least 0, got -1"),
     (SGDOL, {"averaging": True}, TypeError, "averaging must be a number, "),
     (SGDOL, {"learner": object()}, TypeError, "learner must be an object with initial, predict and observe"),
+    (SGDOL, {"granularity": "coordinate", "metric": Dense()}, ValueError, "needs a metric whose D is diagonal"),
     (SGDOL, {"lr": 1e201}, ValueError, "at most 1e+200"),
     (SGDOL, {"weight_decay": 1e31}, ValueError, "at most 1e+30"),
     (SGDOLFree, {"lr": -1.0}, ValueError, f"{LR_FREE}; 1 is the step size that is learned, got -1.0"),

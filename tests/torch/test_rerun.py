@@ -246,11 +246,7 @@ def test_two_trainings_in_two_threads_do_not_meet():
     nets = [plain() for _ in range(3)]
 
     def train(net):
-        opt = SGDOLFree(net.parameters())
-        for t in range(30):
-            backward(lambda x: objective(net, x), batch(t))
-            opt.step()
-            opt.zero_grad()
+        fit(net, SGDOLFree(net.parameters()), range(30))
 
     in_threads(lambda: train(nets[0]), lambda: train(nets[1]))
     train(nets[2])

@@ -11,12 +11,16 @@ from pairs import pairwise
 from torch import nn
 
 from sgdol import SGDOL, SGDOLFree
+from sgdol.learners import OnlineGradientDescent, OptimisticFTRL
 
 pytestmark = pytest.mark.filterwarnings("ignore:SGDOL got one backward")  # pairs are among what is tested
 
 OPTIONS = [
     *(("SGDOL", {"granularity": g, "momentum": 0.9, "averaging": 8.0}) for g in GRANULARITIES),
     ("SGDOL", {"estimator": "paper", "granularity": "coordinate"}),
+    ("SGDOL", {"lr": torch.tensor(0.1), "epoch": 3, "bias_correction": True, "metric": "rms"}),
+    ("SGDOL", {"learner": OptimisticFTRL(), "granularity": "tensor", "momentum": 0.0, "alpha": 10.0}),
+    ("SGDOL", {"learner": OnlineGradientDescent(), "granularity": "coordinate", "weight_decay": 0.1}),
     ("SGDOL", {"metric": "kronecker"}),
     ("SGDOL", {"metric": Dense()}),
     ("SGDOLFree", {}),
@@ -56,6 +60,7 @@ def test_resuming_is_exact(case, dtype, stop, way):
         if name == "SGDOL" and options.get("estimator") != "paper" and not by.pending:
             fit(each, by, range(2))
     assert torch.equal(flat(net.parameters()), flat(twin.parameters()))
+    assert repr(opt.state_dict()) == repr(resumed.state_dict())
     assert repr(opt.diagnostics()) == repr(resumed.diagnostics())
 
 

@@ -37,11 +37,7 @@ def trained(recorded: np.ndarray, dtype=torch.float64, **options) -> np.ndarray:
     return torch.cat([p.detach().reshape(-1) for p in params]).numpy()
 
 
-BLOCKS = {
-    "global": None,
-    "group": (np.arange(len(TENSORS)) >= sum(SIZES[:CUT])).astype(int),
-    "tensor": TENSORS,
-}
+BLOCKS = {"global": None, "group": (np.arange(len(TENSORS)) >= sum(SIZES[:CUT])).astype(int), "tensor": TENSORS}
 
 
 @pairwise(metric=["euclidean", "rms"], learner=["measured", "ftrl"], granularity=list(BLOCKS))

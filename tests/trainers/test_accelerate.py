@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+import trainer_problems
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from trainer_problems import BATCH, BATCHES, build, by_samples, halves, make, step_by_hand
+from trainer_problems import BATCH, BATCHES, build, halves, make
 
 import sgdol
 from sgdol import SGDOL
@@ -67,36 +68,26 @@ class Run:
 
 
 def by_hand(kind, steps, precision=None, clip=None):
-    """The loop that is promised, written out: each step has a seed and its parts, which may have seeds of their own.
+    """The model, the optimizer, the losses and the step sizes of the same loop without Accelerate."""
 
-    Returns the model, the optimizer, the losses and the step sizes.
-    """
-    net = build()
-    opt = make(kind, net.parameters())
-    losses, step_sizes, norms = [], [], []
-
-    def clipped():
-        if clip is not None:
-            norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), clip).item())
-
-    def objective(images, labels, seed=None):
+    def objective(net, images, labels, seed=None):
         if seed is not None:
             torch.manual_seed(seed)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is not None):
             logits = net(images)
         return cross_entropy(logits.float(), labels)  # Accelerate gives the outputs back in float32
 
-    for seed, parts in steps:
-        torch.manual_seed(seed)
-        losses.append(step_by_hand(kind, opt, parts, by_samples(parts), objective, clipped))
-        step_sizes.append(opt.diagnostics()["step_size"][0])
-    assert clip is None or max(norms) > clip, "nothing was clipped"
-    return net, opt, losses, step_sizes
+    return trainer_problems.by_hand(kind, steps, objective, clip)
+
+
+def seeded(number, parts):
+    """The parts of a step that begins with the random numbers of this batch."""
+    return [(*parts[0], number), *parts[1:]]
 
 
 def whole_steps(digits, accumulate):
     parts = [(*batch, number) for number, batch in enumerate(data(digits))]
-    return [(0, parts[i : i + accumulate]) for i in range(0, BATCHES, accumulate)]
+    return [parts[i : i + accumulate] for i in range(0, BATCHES, accumulate)]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +111,7 @@ def test_every_batch_is_split_into_the_two_gradients_of_a_step(digits, assert_sa
     samples = (BATCHES - 1) * BATCH + 5
     run = Run(digits, kind, samples=samples, mixed_precision=precision or "no")
     losses = run.train()
-    steps = [(i, halves(batch)) for i, batch in enumerate(data(digits, samples))]
+    steps = [seeded(i, halves(batch)) for i, batch in enumerate(data(digits, samples))]
     net, opt, expected, _ = by_hand(kind, steps, precision)
     assert_same(run.accelerator.unwrap_model(run.model), run.opt, net, opt)
     assert losses == expected
@@ -135,8 +126,8 @@ def test_accumulated_batches_are_not_split(digits, assert_same, kind):
     run = Run(digits, kind, accumulate=2, samples=7 * BATCH)
     losses = run.train()
     batches = list(data(digits, 7 * BATCH))
-    steps = [(i + 1, batches[i : i + 2]) for i in (0, 2, 4)]
-    net, opt, expected, _ = by_hand(kind, [*steps, (6, halves(batches[6]))])
+    steps = [seeded(i + 1, batches[i : i + 2]) for i in (0, 2, 4)]
+    net, opt, expected, _ = by_hand(kind, [*steps, seeded(6, halves(batches[6]))])
     assert_same(run.accelerator.unwrap_model(run.model), run.opt, net, opt)
     assert losses == [None, expected[0], None, expected[1], None, expected[2], expected[3]]
     assert run.opt.diagnostics()["gradients"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from trainer_problems import arguments, language_model
 
 from sgdol import SGDOL, SGDOLFree
 
@@ -11,9 +12,8 @@ from sgdol import SGDOL, SGDOLFree
 @pytest.fixture(scope="module", autouse=True)
 def imported():
     """When the first test runs, not when tests are collected: transformers takes seconds."""
-    global GPT2Config, GPT2LMHeadModel, HfArgumentParser, Plain, Trainer, TrainingArguments
-    from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser
-    from transformers import TrainingArguments as Plain
+    global HfArgumentParser, Trainer, TrainingArguments
+    from transformers import HfArgumentParser
 
     from sgdol.trainers.huggingface import Trainer, TrainingArguments
 
@@ -21,33 +21,29 @@ def imported():
 ROWS = [{"input_ids": row, "labels": row} for row in torch.randint(17, (64, 12), generator=torch.Generator())]
 
 
-def trained(args, **optimizer) -> torch.Tensor:
-    torch.manual_seed(0)
-    size = {"vocab_size": 17, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "bos_token_id": 0}
-    model = GPT2LMHeadModel(GPT2Config(**size, eos_token_id=0))
-    trainer = Trainer(model, args, train_dataset=ROWS, **optimizer)
-    trainer.train()
+def trained(folder, kind=None, *, optimizer=None, **options) -> torch.Tensor:
+    """By the name in our arguments of this kind, or with an optimizer's class in transformers' own."""
+    model = language_model()
+    args = arguments(folder, kind, max_steps=6, **options)
+    Trainer(model, args, train_dataset=ROWS, **({"optimizer_cls_and_kwargs": optimizer} if optimizer else {})).train()
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def arguments(kind, folder, **options):
-    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
-    return kind(output_dir=str(folder), max_steps=6, per_device_train_batch_size=8, **quiet, **options)
-
-
-def test_without_a_learning_rate_by_name(tmp_path):
-    named = trained(arguments(TrainingArguments, tmp_path, optim="sgdol_free", weight_decay=0.1))
-    plain = arguments(Plain, tmp_path, lr_scheduler_type="constant", max_grad_norm=0, weight_decay=0.1)
-    assert torch.equal(named, trained(plain, optimizer_cls_and_kwargs=(SGDOLFree, {})))
+@pytest.mark.parametrize("clip", [{}, {"lr_scheduler_type": "cosine", "max_grad_norm": 0.5}], ids=["", "a schedule"])
+def test_without_a_learning_rate_by_name(tmp_path, clip):
+    """A schedule that somebody asks for is used and not replaced."""
+    theirs = clip or {"lr_scheduler_type": "constant", "max_grad_norm": 0}
+    named = trained(tmp_path, TrainingArguments, optim="sgdol_free", weight_decay=0.1, **clip)
+    assert torch.equal(named, trained(tmp_path, optimizer=(SGDOLFree, {}), weight_decay=0.1, **theirs))
 
 
 def test_with_a_learning_rate_by_name(tmp_path):
-    named = trained(arguments(TrainingArguments, tmp_path, optim="sgdol", learning_rate=0.1))
-    plain = arguments(Plain, tmp_path, lr_scheduler_type="constant")
-    assert torch.equal(named, trained(plain, optimizer_cls_and_kwargs=(SGDOL, {"lr": 0.1})))
+    named = trained(tmp_path, TrainingArguments, optim="sgdol", learning_rate=0.1)
+    plain = trained(tmp_path, optimizer=(SGDOL, {"lr": 0.1}), lr_scheduler_type="constant")
+    assert torch.equal(named, plain)
 
 
-def test_on_the_command_line(tmp_path):
+def test_the_command_line_knows_the_name(tmp_path):
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(
         ["--output_dir", str(tmp_path), "--optim", "sgdol_free", "--use_cpu"]
     )
@@ -56,20 +52,10 @@ def test_on_the_command_line(tmp_path):
 
 
 def test_other_names_are_transformers_own(tmp_path):
-    args = arguments(TrainingArguments, tmp_path, optim="adamw_torch")
+    """Logging the loss of such an optimizer raised: it has learned no step size."""
+    args = TrainingArguments(str(tmp_path), optim="adamw_torch", use_cpu=True)
     assert (args.lr_scheduler_type.value, args.max_grad_norm) == ("linear", 1.0)
     assert Trainer.get_optimizer_cls_and_kwargs(args)[0] is torch.optim.AdamW
+    assert torch.isfinite(trained(tmp_path, TrainingArguments, optim="adamw_torch", logging_steps=2)).all()
     with pytest.raises(ValueError, match="sgdol_fre"):
-        arguments(TrainingArguments, tmp_path, optim="sgdol_fre")
-
-
-def test_another_optimizer_trains_as_with_transformers_own_trainer(tmp_path):
-    """Logging its loss raised: it has learned no step size."""
-    ours = arguments(TrainingArguments, tmp_path, optim="adamw_torch", logging_steps=2)
-    assert torch.isfinite(trained(ours)).all()
-
-
-def test_a_schedule_that_somebody_asks_for_is_used_and_not_replaced(tmp_path):
-    chosen = {"lr_scheduler_type": "cosine", "max_grad_norm": 0.5}
-    named = trained(arguments(TrainingArguments, tmp_path, optim="sgdol_free", **chosen))
-    assert torch.equal(named, trained(arguments(Plain, tmp_path, **chosen), optimizer_cls_and_kwargs=(SGDOLFree, {})))
+        TrainingArguments(str(tmp_path), optim="sgdol_fre", use_cpu=True)

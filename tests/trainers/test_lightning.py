@@ -5,12 +5,13 @@ import warnings
 
 import pytest
 import torch
+import trainer_problems
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch.nn.functional import cross_entropy
-from trainer_problems import BATCHES, Loader, build, by_samples, halves, make, step_by_hand
+from trainer_problems import BATCHES, Loader, build, halves, make, step_by_hand
 
 import sgdol
 from sgdol import SGDOL, SGDOLFree
@@ -72,27 +73,14 @@ def fitted(tmp_path, model, loader, callbacks=None, validation=None, **options) 
 
 
 def by_hand(kind, steps, precision=None, clip=None):
-    """The loop that is promised, written out: each step has its parts.
+    """The model, the optimizer and the step sizes of the same loop without Lightning."""
 
-    Returns the model, the optimizer and the step sizes.
-    """
-    torch.manual_seed(1)
-    net = build()
-    opt = make(kind, net.parameters())
-    step_sizes, norms = [], []
-
-    def clipped():
-        if clip is not None:
-            norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), clip).item())
-
-    def objective(images, labels):
+    def objective(net, images, labels):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is not None, cache_enabled=False):
             return cross_entropy(net(images), labels)
 
-    for parts in steps:
-        step_by_hand(kind, opt, parts, by_samples(parts), objective, clipped)
-        step_sizes.append(opt.diagnostics()["step_size"][0])
-    assert clip is None or max(norms) > clip, "nothing was clipped"
+    torch.manual_seed(1)
+    net, opt, _, step_sizes = trainer_problems.by_hand(kind, steps, objective, clip)
     return net, opt, step_sizes
 
 

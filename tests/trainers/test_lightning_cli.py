@@ -8,7 +8,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import sgdol
 
 pytest.importorskip("jsonargparse")
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's and jsonargparse's own
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:LightningCLI's args parameter is intended",
+    "ignore::DeprecationWarning",  # jsonargparse's, of what Lightning calls
+    "ignore:.*LeafSpec:FutureWarning",  # Lightning's, of torch
+)
 
 QUIET = (
     "--trainer.max_epochs=30", "--trainer.accelerator=cpu", "--trainer.logger=false",
@@ -46,8 +50,8 @@ class Line(LightningModule):
 def test_an_optimizer_by_its_name_trains(options, kind):
     from lightning.pytorch.cli import LightningCLI
 
-    torch.manual_seed(0)
-    cli = LightningCLI(Line, args=["fit", *options, *CALLBACKS, *QUIET], save_config_callback=None)
+    arguments = ["fit", *options, *CALLBACKS, *QUIET]
+    cli = LightningCLI(Line, args=arguments, save_config_callback=None, seed_everything_default=0)
     (optimizer,) = cli.trainer.optimizers
     assert isinstance(optimizer, kind)
     assert optimizer.diagnostics()["gradients"] == 2

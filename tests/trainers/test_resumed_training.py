@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_lightning
 import torch
 from accelerate import Accelerator
-from lightning.pytorch import LightningModule, Trainer
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from trainer_problems import BATCH, BATCHES, Loader, arguments, build, language_model, make, noise_averse
@@ -22,6 +22,7 @@ from sgdol.trainers import accelerate, lightning
 pytestmark = pytest.mark.filterwarnings(
     "ignore:SGDOL got one backward",  # pairs of batches are among what is resumed
     "ignore:.*LeafSpec:FutureWarning",  # Lightning's, of torch
+    "ignore:You defined a `validation_step` but have no `val_dataloader`",
 )
 
 STEPS = 18
@@ -41,14 +42,7 @@ def optimizer(kind, params):
     return noise_averse(params, momentum=0.5) if kind == "whole" else make(kind, params)
 
 
-class Classifier(LightningModule):
-    def __init__(self, kind):
-        super().__init__()
-        self.net, self.kind = build(), kind
-
-    def training_step(self, batch, index):
-        return cross_entropy(self.net(batch[0]), batch[1])
-
+class Classifier(test_lightning.Classifier):
     def configure_optimizers(self):
         return optimizer(self.kind, self.parameters())
 
@@ -56,15 +50,8 @@ class Classifier(LightningModule):
 def by_lightning(folder, digits, kind, accumulate, stop=None, resume=None) -> Run:
     model, monitor = Classifier(kind), lightning.StepSizeMonitor(every=1)
     split = [] if kind == "whole" else [lightning.Microbatches(), lightning.AveragedWeights()]
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    fit = Trainer(
-        **quiet,
-        enable_checkpointing=False,
-        default_root_dir=folder,
-        callbacks=[*split, monitor],
-        max_steps=stop or STEPS,
-        accumulate_grad_batches=accumulate,
-    )
+    lengths = {"max_epochs": -1, "max_steps": stop or STEPS, "accumulate_grad_batches": accumulate}
+    fit = test_lightning.trainer(folder, [*split, monitor], **lengths)
     fit.fit(model, Loader(digits), ckpt_path=resume and resume / "stopped", weights_only=True if resume else None)
     if stop:
         fit.save_checkpoint(folder / "stopped")
@@ -148,7 +135,7 @@ CASES = [
 ]
 
 
-def folder(path: Path) -> Path:
+def made(path: Path) -> Path:
     path.mkdir()
     return path
 
@@ -156,10 +143,10 @@ def folder(path: Path) -> Path:
 @pytest.mark.parametrize(("train", "kind", "accumulate", "stop"), CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, digits, assert_same, train, kind, accumulate, stop):
     torch.manual_seed(1)
-    whole = train(folder(tmp_path / "whole"), digits, kind, accumulate)
+    whole = train(made(tmp_path / "whole"), digits, kind, accumulate)
     torch.manual_seed(1)
-    stopped = train(folder(tmp_path / "stopped"), digits, kind, accumulate, stop=stop)
-    resumed = train(folder(tmp_path / "resumed"), digits, kind, accumulate, resume=tmp_path / "stopped")
+    stopped = train(made(tmp_path / "stopped"), digits, kind, accumulate, stop=stop)
+    resumed = train(made(tmp_path / "resumed"), digits, kind, accumulate, resume=tmp_path / "stopped")
     assert_same(resumed.model, resumed.opt, whole.model, whole.opt)
     assert repr(resumed.history) == repr(whole.history)  # which has nan before the first update
     if train is not by_huggingface:  # whose run goes on after it has saved

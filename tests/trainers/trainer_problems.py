@@ -1,5 +1,7 @@
 """What the tests of several trainers train."""
 
+import functools
+
 import torch
 
 from sgdol import SGDOL, SGDOLFree
@@ -82,6 +84,26 @@ def by_samples(parts):
     return [size / sum(sizes) for size in sizes]
 
 
+def by_hand(kind, steps, objective, clip=None):
+    """The loop that is promised, written out: each step has its parts, of which objective(model, *part) is the loss.
+
+    Returns the model, the optimizer, the losses and the step sizes.
+    """
+    net = build()
+    opt = make(kind, net.parameters())
+    losses, step_sizes, norms = [], [], []
+
+    def clipped():
+        if clip is not None:
+            norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), clip).item())
+
+    for parts in steps:
+        losses.append(step_by_hand(kind, opt, parts, by_samples(parts), functools.partial(objective, net), clipped))
+        step_sizes.append(opt.diagnostics()["step_size"][0])
+    assert clip is None or max(norms) > clip, "nothing was clipped"
+    return net, opt, losses, step_sizes
+
+
 def halves(batch):
     """The two parts into which a batch is split."""
     images, labels = batch
@@ -102,13 +124,14 @@ def language_model(dropout=0.0, **size):
 
 
 def arguments(folder, kind=None, **options):
-    """Quiet TrainingArguments: transformers' own, or of another kind."""
+    """Quiet TrainingArguments: transformers' own with a constant rate, or of another kind with its own defaults."""
+    constant = {}
     if kind is None:
         from transformers import TrainingArguments as kind
 
+        constant = {"lr_scheduler_type": "constant"}
     quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "use_cpu": True}
-    size = {"per_device_train_batch_size": 8, "lr_scheduler_type": "constant", "seed": 0}
-    return kind(str(folder), **{**quiet, **size, **options})
+    return kind(str(folder), **{**quiet, **constant, "per_device_train_batch_size": 8, "seed": 0, **options})
 
 
 def logged(trainer, name="loss"):

@@ -64,8 +64,8 @@ class SGDOLFree(WatchingOptimizer):
 
     The losses of all steps must be draws of one objective. Adversarial losses (a GAN) are not: use Adam there.
 
-    Memory: four vectors of the size of the model (momentum, metric, average and last step), and
-    :math:`2 (n^2 + m^2)` numbers for a matrix of n x m that the metric ``"kronecker"`` turns. See ``state_dtype``.
+    Memory: three vectors of the size of the model (momentum, average and last step), and :math:`2 (n^2 + m^2)` numbers
+    for a matrix of n x m that the metric ``"kronecker"`` turns, or a fourth vector. See ``state_dtype``.
 
     Args:
         params: parameters or parameter groups. Groups may differ in lr and weight_decay.
