@@ -161,6 +161,12 @@ def of_other_shapes(state):
         state["state"][1][name] = torch.ones(2) if value.dim() else value
 
 
+def of_sgdol(state):
+    saved = SGDOL(plain().parameters(), lr=1.0).state_dict()
+    state.clear()
+    state.update(saved)
+
+
 def of_sgd(state):
     saved = torch.optim.SGD(plain().parameters(), lr=1.0).state_dict()
     state.clear()
@@ -180,6 +186,7 @@ def of_sgd(state):
         (lambda state: state["param_groups"][0]["rule"].update(bogus=1), "unknown entry 'bogus'"),
         (of_other_shapes, r"of parameter 1 has shape \(2,\), the parameter \(8,\)"),
         (of_sgd, "not saved by SGDOLFree"),
+        (of_sgdol, "not saved by SGDOLFree"),
         (of_version_0_1, r"version 0\.1, which this version cannot continue"),
     ],
 )

@@ -262,7 +262,7 @@ def refuse_other_states(state_dict: dict[str, Any]) -> None:
         shown = sorted(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
         raise ValueError(f"state_dict must be what SGDOLFree.state_dict() returned, got {shown}")
     for index, group in enumerate(state_dict["param_groups"]):
-        if "averaging" not in group:
+        if "averaging" not in group or "estimator" in group:  # SGDOL's groups have both
             raise ValueError(f"state_dict was not saved by SGDOLFree: its group {index} has only {sorted(group)}")
         if "metric" not in group:
             raise ValueError("state_dict was saved by SGDOLFree of version 0.1, which this version cannot continue")
