@@ -68,8 +68,10 @@ class Contributions:
         self._before: dict[int, Tensor] = {}  # .grad of merged entries when the backward began
         self._measured: dict[int, Tensor] = {}
         self._turned: dict[int, Tensor] = {}
+        self._several = False  # whether more than what .grad is has to be known: a second pass has begun, or on ranks
         self._untouched = True  # whether .grad is the sum of the copies, to the last bit but for rounding
-        # .grad at the end of the last backward: its numbers, or some of those of a large tensor; ||S||^2 of each entry.
+        # .grad at the end of the last backward: its numbers, or some of those of a large tensor. And ||S||^2 of each
+        # entry; None of a large tensor of which nothing is measured yet, if its sample is not 0.
         self._samples: Vector = []
         self._norms: list[Any] = []
         self._versions: list[int] = []
@@ -97,17 +99,22 @@ class Contributions:
         """Prepare for a backward: follow what was done to ``.grad``. True if there are contributions already."""
         self._before = {}
         if self.is_empty:
+            self._several = not world.alone
             return False
         if self.layout.reshaped() is not None:
             raise RuntimeError(RESHAPED)
         grads = self.layout.gradients()
-        self._follow(grads, [product(x, x) for x in grads], world)
+        self._follow(
+            grads, [None if old is None else product(x, x) for old, x in zip(self._norms, grads, strict=True)], world
+        )
         if not any(self.counts):  # they were set to 0
             self.forget()
+            self._several = not world.alone
             return False
+        self._several = True
         for e, entry in enumerate(self.layout.entries):
             if world.alone and (entry.merged or (e not in self._copies and self.keeps_copies(e))):
-                before = self.layout.own(e, grads[e])
+                before = grads[e] if entry.sizes[1:] else grads[e].clone()  # that of one tensor may be .grad itself
                 self._copies.setdefault(e, [before])  # the first contribution is .grad until now
                 if entry.merged:
                     self._before[e] = before
@@ -160,8 +167,11 @@ class Contributions:
     def take_snapshot(self) -> None:
         """Remember ``.grad`` as a backward has left it."""
         grads = self.layout.gradients()
-        self._samples, self._norms = self.layout.sample(grads), [product(x, x) for x in grads]
-        self._versions = [] if self.layout.plain else self._current_versions()
+        self._samples = self.layout.sample(grads)
+        whole = [self._several or entry.merged for entry in self.layout.entries]
+        lengths = zip(whole, self._samples, grads, strict=True)
+        self._norms = [product(x, x) if whole or not some.any() else None for whole, some, x in lengths]
+        self._versions = [] if self.layout.plain and None not in self._norms else self._current_versions()
 
     def _current_versions(self) -> list[int]:
         # Ids tell of another tensor in .grad, versions of a write in place. Writing to the local tensor of a DTensor
@@ -266,13 +276,7 @@ class Contributions:
         the sum over ranks that ends the step.
         """
         layout, self._change = self.layout, None
-        if not self._host:  # numbers of an accelerator are not compared
-            written = True
-        elif world.spread:  # ranks agree on whether they sum: a piece may be empty or 0, but a write is seen on all
-            written = final or self._versions != self._current_versions()
-        else:
-            written = now != self._norms
-        if not self._norms or not written:
+        if not self._norms or not self._is_written(grads, now, world, final):
             # A factor of -1 leaves the norm as it was, and matters only to what has a sign and is used with .grad.
             signed = (self._copies or self._turned) and not (final and self._metrics.euclidean)
             if not signed or layout.matches(self._samples, grads):
@@ -281,8 +285,8 @@ class Contributions:
         for e, (old, new) in enumerate(zip(self._samples, samples, strict=True)):
             a, b = old.to(layout.like.dtype), new.to(layout.like.dtype)
             sums = [layout.sums(e, x).to(layout.like.device) for x in (a * b, a * a, b * b)]
-            merged = layout.entries[e].merged
-            lengths = sums[1:] if merged else [as_number(x[e], layout.like)[None] for x in (self._norms, now)]
+            whole = not layout.entries[e].merged and self._norms[e] is not None and now[e] is not None
+            lengths = [as_number(x[e], layout.like)[None] for x in (self._norms, now)] if whole else sums[1:]
             rows.append(torch.stack([*sums, *lengths]))
         changes = torch.cat(rows, dim=1)
         if world.spread and not final:
@@ -308,8 +312,22 @@ class Contributions:
             # A sum of contributions may be 0 by itself: it was thrown away if that is new.
             gone = ((after == 0) & (before > 0)).tolist()
             if any(gone):
+                for e, entry in enumerate(layout.entries):
+                    if now[e] is None:  # only a sample was compared
+                        gone[entry.start] &= not grads[e].any()
                 self.thrown_away = True
                 self.counts = [0 if away else n for n, away in zip(self.counts, gone, strict=True)]
+
+    def _is_written(self, grads: Vector, now: list[Any], world: World, final: bool) -> bool:
+        """Whether ``.grad`` may have been written to since the last backward."""
+        if not self._host:  # numbers of an accelerator are not compared
+            return True
+        if world.spread:  # ranks agree on whether they sum: a piece may be empty or 0, but a write is seen on all
+            return final or self._versions != self._current_versions()
+        if None not in now:
+            return now != self._norms
+        same = now == self._norms and self._versions == self._current_versions()
+        return not (same and self.layout.matches(self._samples, grads))
 
     def multiplied(self) -> tuple[float, bool]:
         """The factor on ``.grad`` between the last backward and :meth:`take`; whether it was the same for all tensors.

@@ -300,7 +300,8 @@ class Layout:
 
     def sample(self, vector: Vector) -> Vector:
         """A copy of all numbers of merged entries and of about ``SAMPLE`` numbers of each large one."""
-        return [self.own(e, x) if self.entries[e].merged else sample(x) for e, x in enumerate(vector)]
+        entries = zip(vector, self.entries, strict=True)  # gather() has copied what is of several tensors
+        return [x if entry.sizes[1:] else x.clone() if entry.merged else sample(x) for x, entry in entries]
 
     def matches(self, sampled: Vector, vector: Vector) -> bool:
         entries = zip(sampled, vector, self.entries, strict=True)
