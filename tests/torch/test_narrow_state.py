@@ -108,16 +108,16 @@ def test_a_small_network_trains_as_well_as_in_float32(metric):
 
 
 def test_rejected_steps_and_returns_to_the_average_work():
-    """The same number of them as with a state in float64, within two, on problems that have both."""
+    """As many as with a state in float64, where rounding does not decide: not on the ledge, where it grows."""
     counts = []
     for options in ({}, {"state_dtype": torch.bfloat16}):
         reports = [
             free_problems.train(problem, 60, metric="rms", **options).opt.diagnostics()
-            for problem in ("ledge", "cliff", "rosenbrock")
+            for problem in ("cliff", "burst", "outlier")
         ]
         counts.append([sum(report[name] for report in reports) for name in ("rejections", "rollbacks")])
     assert all(count > 0 for count in counts[1])
-    assert all(abs(a - b) <= 2 for a, b in zip(*counts, strict=True))
+    assert counts[0] == counts[1]
 
 
 # Resuming -------------------------------------------------------------------------------------------------------------
