@@ -188,3 +188,12 @@ def test_a_rate_that_somebody_sets_later_is_checked_when_it_is_used(value):
     opt.param_groups[0]["lr"] = value
     with pytest.raises(ValueError, match="lr of parameter group 0 must be at least 0 and finite"):
         fit(net, opt, [1])
+
+
+def test_a_group_that_joins_after_loading_has_the_options_that_were_loaded():
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    saved = SGDOLFree([nn.Parameter(torch.ones(3))], metric="rms", momentum=0.5, averaging=2.0).state_dict()
+    opt = SGDOLFree([first])
+    opt.load_state_dict(saved)
+    opt.add_param_group({"params": [second]})
+    assert [(g["metric"], g["momentum"], g["averaging"]) for g in opt.param_groups] == [("rms", 0.5, 2.0)] * 2

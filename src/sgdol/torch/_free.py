@@ -509,6 +509,8 @@ class SGDOLFree(WatchingOptimizer):
         self._prepare()
         for group in self.param_groups:  # that of this optimizer, to which what was loaded is converted
             group["state_dtype"] = self.defaults["state_dtype"]
+        # Groups that are added later go on with the options that were loaded.
+        self.defaults.update({name: self.param_groups[0][name] for name in SHARED})
         self._assemble()
         self._drop_blanks()
 

@@ -64,7 +64,8 @@ class SGDOL(WatchingOptimizer):
     * ``step(closure)``: each backward pass inside the closure, which is called once, is one gradient.
 
     The gradients must be independent draws of the *same* objective. Two passes over the same batch are not independent,
-    and two different loss terms in two ``backward()`` calls are not the same objective.
+    and two different loss terms in two ``backward()`` calls are not the same objective. k is the number of passes that
+    reached the tensor which most of them reached, so all passes should reach some tensor.
 
     Args:
         params: parameters or parameter groups. Every option below may stand in a group. Groups with granularity
