@@ -168,7 +168,7 @@ class Contributions:
         """Remember ``.grad`` as a backward has left it."""
         grads = self.layout.gradients()
         self._samples = self.layout.sample(grads)
-        whole = [self._several or entry.merged for entry in self.layout.entries]
+        whole = [self._several or entry.merged or not self._host for entry in self.layout.entries]
         lengths = zip(whole, self._samples, grads, strict=True)
         self._norms = [product(x, x) if whole or not some.any() else None for whole, some, x in lengths]
         self._versions = [] if self.layout.plain and None not in self._norms else self._current_versions()

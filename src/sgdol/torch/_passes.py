@@ -90,7 +90,7 @@ class Passes:
         self._params, self._finder, self._metrics = params, finder, metrics
         self._taps = [Tap() for _ in params]
         self.world: World = finder.here  # the world in which the last backward ran
-        self._thread = 0
+        self._thread, self._lock = 0, threading.RLock()
         self._lay_out()
         self.compiled = False  # True if compiled autograd ran a backward
         self._after_step = False
@@ -260,26 +260,27 @@ class Passes:
         if torch.compiler.is_compiling():  # compiled autograd traces this
             self.compiled = True
             return
-        call, is_inner = outermost_engine_call()
-        if self._engine_call is None or call is None or self._engine_call is not call:
-            # Set before anything else, so that of two threads that begin at the same time one sees the other.
-            earlier, thread = self._engine_call, self._thread
-            self._engine_call, self._thread = call or True, threading.get_ident()
-            if earlier is not None:
-                self.overlapping |= thread != self._thread and earlier is not True and is_running(earlier)
-                self.finish()
-                self._engine_call = call or True  # finish() has reset it
-            self._start(index)
-        elif self._keeps:  # reentrant segments may bring several gradients to a parameter
-            self._to_measure = set(range(len(self.layout.params)))
-        self._tasks.add(task)
-        close: Callable[[], None] = lambda: self._task_ended(task, is_inner)  # noqa: E731
-        if not self.world.alone:
-            # DistributedDataParallel queues its wait for the all-reduce in the middle of backward, after this. A
-            # callback that a callback queues runs after all that were queued before, so after that wait.
-            first = close
-            close = lambda: after_backward(first)  # noqa: E731
-        after_backward(close)
+        with self._lock:  # two threads may begin or end a pass at the same time
+            call, is_inner = outermost_engine_call()
+            if self._engine_call is None or call is None or self._engine_call is not call:
+                # Set before anything else, so that of two threads that begin at the same time one sees the other.
+                earlier, thread = self._engine_call, self._thread
+                self._engine_call, self._thread = call or True, threading.get_ident()
+                if earlier is not None:
+                    self.overlapping |= thread != self._thread and earlier is not True and is_running(earlier)
+                    self.finish()
+                    self._engine_call = call or True  # finish() has reset it
+                self._start(index)
+            elif self._keeps:  # reentrant segments may bring several gradients to a parameter
+                self._to_measure = set(range(len(self.layout.params)))
+            self._tasks.add(task)
+            close: Callable[[], None] = lambda: self._task_ended(task, is_inner)  # noqa: E731
+            if not self.world.alone:
+                # DistributedDataParallel queues its wait for the all-reduce in the middle of backward, after this. A
+                # callback that a callback queues runs after all that were queued before, so after that wait.
+                first = close
+                close = lambda: after_backward(first)  # noqa: E731
+            after_backward(close)
 
     @without_graph
     def _start(self, index: int) -> None:
@@ -304,15 +305,16 @@ class Passes:
 
     @without_graph
     def _task_ended(self, task: int, is_inner: bool) -> None:
-        if task not in self._tasks:
-            return
-        self._tasks.remove(task)  # the gradients of all ranks are averaged now
-        # Also after an inner task: if the outermost one reaches no parameter itself, no callback tells of its end, and
-        # the user may change .grad after it.
-        if is_inner:
-            self.contributions.take_snapshot()
-        else:
-            self._close(ends_now=True)
+        with self._lock:
+            if task not in self._tasks:
+                return
+            self._tasks.remove(task)  # the gradients of all ranks are averaged now
+            # Also after an inner task: if the outermost one reaches no parameter itself, no callback tells of its end,
+            # and the user may change .grad after it.
+            if is_inner:
+                self.contributions.take_snapshot()
+            else:
+                self._close(ends_now=True)
 
     def _close(self, *, ends_now: bool = False) -> None:
         """A pass has ended: what arrived is a contribution to each tensor that it has reached."""
