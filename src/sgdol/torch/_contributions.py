@@ -98,20 +98,18 @@ class Contributions:
     def begin(self, world: World) -> bool:
         """Prepare for a backward: follow what was done to ``.grad``. True if there are contributions already."""
         self._before = {}
+        grads: Vector = []
+        if not self.is_empty:
+            if self.layout.reshaped() is not None:
+                raise RuntimeError(RESHAPED)
+            grads = self.layout.gradients()
+            now = [None if old is None else product(x, x) for old, x in zip(self._norms, grads, strict=True)]
+            self._follow(grads, now, world)
+            if not any(self.counts):  # they were set to 0
+                self.forget()
+        self._several = not (self.is_empty and world.alone)
         if self.is_empty:
-            self._several = not world.alone
             return False
-        if self.layout.reshaped() is not None:
-            raise RuntimeError(RESHAPED)
-        grads = self.layout.gradients()
-        self._follow(
-            grads, [None if old is None else product(x, x) for old, x in zip(self._norms, grads, strict=True)], world
-        )
-        if not any(self.counts):  # they were set to 0
-            self.forget()
-            self._several = not world.alone
-            return False
-        self._several = True
         for e, entry in enumerate(self.layout.entries):
             if world.alone and (entry.merged or (e not in self._copies and self.keeps_copies(e))):
                 before = grads[e] if entry.sizes[1:] else grads[e].clone()  # that of one tensor may be .grad itself
