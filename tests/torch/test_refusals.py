@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from dense_metric import Dense
-from loops import both, feed, fit, plain, scalar
+from loops import both, fit, plain, scalar
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -108,14 +108,29 @@ def test_what_a_group_brings_that_is_no_option_is_warned_of(make):
     assert opt.param_groups[1]["wd"] == 0.1
 
 
-@pytest.mark.filterwarnings("ignore:SGDOL got one backward", "ignore:SGDOL was given the same gradient twice")
-def test_a_momentum_of_one_is_refused_also_when_a_group_gets_it_later():
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("lr", math.nan, "lr of parameter group 0 must be at least 0 and finite, got nan"),
+        ("lr", torch.tensor(-0.1), "lr of parameter group 0 must be at least 0 and finite, got -0.1"),
+        ("momentum", 1.0, "momentum of parameter group 0 must be at least 0 and less than 1, got 1.0"),
+    ],
+)
+def test_what_a_scheduler_should_not_write_is_refused_and_loses_no_gradient(option, value, sentence):
     x = scalar()
     opt = SGDOL([x], lr=0.1)
-    opt.param_groups[0]["momentum"] = 1.0
-    feed(opt, x, 1.0)
-    with pytest.raises(ValueError, match=r"momentum must be at least 0 and less than 1, parameter groups have \[1.0\]"):
-        feed(opt, x, 1.0)
+    (3 * x).sum().backward()
+    (2 * x).sum().backward()
+    before, allowed = x.item(), opt.param_groups[0][option]
+    opt.param_groups[0][option] = value
+    with pytest.raises(ValueError, match=sentence):
+        opt.step()
+    assert x.item() == before
+    opt.param_groups[0][option] = allowed
+    opt.step()
+    assert opt.diagnostics()["gradients"] == 2
+    assert math.isfinite(x.item())
+    assert x.item() != before
 
 
 def test_sparse_gradients_are_refused_with_what_to_do():

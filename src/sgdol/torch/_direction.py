@@ -80,10 +80,7 @@ class Directions:
     def make(self, gradients: Gradients, updates: Any, gate: Gate, world: World) -> Direction:
         """The direction of the update after so many others. It moves the momenta on."""
         layout, g, pooled = gradients.layout, gradients.g, isinstance(gradients.n[0], float)
-        betas = [float(group["momentum"]) for group in layout.groups]
-        if min(betas) < 0 or not max(betas) < 1:
-            raise ValueError(f"momentum must be at least 0 and less than 1, parameter groups have {betas}")
-        momenta = [self._momentum(*both, layout, gate) for both in zip(layout.groups, betas, strict=True)]
+        momenta = [self._momentum(group, float(group["momentum"]), layout, gate) for group in layout.groups]
         rows = [
             _move_momentum(layout, e, gradients.operators[e], g[e], momenta[entry.group], gate, pooled)
             for e, entry in enumerate(layout.entries)

@@ -34,6 +34,7 @@ __all__ = [
     "multipliers",
     "ratios",
     "refuse_scaled",
+    "refuse_scheduled",
     "refuse_unknown",
     "unknown_in_group",
 ]
@@ -328,6 +329,21 @@ def _name(thing: Any) -> str:
     return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(thing)
 
 
+def refuse_scheduled(groups: list[dict[str, Any]]) -> None:
+    """Refuse an lr or momentum that a scheduler should not have written; an lr on an accelerator is not read."""
+    for index, group in enumerate(groups):
+        lr, beta = group["lr"], group["momentum"]
+        if not isinstance(lr, Tensor) or lr.is_cpu:
+            _refuse_rate(index, float(lr))
+        if not 0 <= beta < 1:
+            raise ValueError(f"momentum of parameter group {index} must be at least 0 and less than 1, got {beta!r}")
+
+
+def _refuse_rate(index: int, rate: float) -> None:
+    if not 0 <= rate < math.inf:
+        raise ValueError(f"lr of parameter group {index} must be at least 0 and finite, got {rate!r}")
+
+
 # SGDOLFree -----------------------------------------------------------------------------------------------------------
 
 
@@ -338,10 +354,9 @@ def checked(options: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
 
 
 def multipliers(groups: list[dict[str, Any]]) -> list[float]:
-    rates = [float(group["lr"]) for group in groups]  # a scheduler may have written anything
+    rates = [float(group["lr"]) for group in groups]
     for index, rate in enumerate(rates):
-        if not 0 <= rate < math.inf:
-            raise ValueError(f"lr of parameter group {index} must be at least 0 and finite, got {rate!r}")
+        _refuse_rate(index, rate)
     return rates
 
 

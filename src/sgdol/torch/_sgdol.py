@@ -21,7 +21,14 @@ from sgdol.torch._blocks import Blocks, Granularity, Learned, share
 from sgdol.torch._checkpoint import Blanks, first_step_size
 from sgdol.torch._direction import Directions
 from sgdol.torch._gradients import Gradients, HeldPair
-from sgdol.torch._options import OPTIONS, Catalogue, materialise, refuse_unknown, unknown_in_group
+from sgdol.torch._options import (
+    OPTIONS,
+    Catalogue,
+    materialise,
+    refuse_scheduled,
+    refuse_unknown,
+    unknown_in_group,
+)
 from sgdol.torch._update import Gate, move
 from sgdol.torch._vectors import Layout
 from sgdol.torch._world import Measured
@@ -170,6 +177,7 @@ class SGDOL(WatchingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        refuse_scheduled(self.param_groups)
         with torch.no_grad():
             taken = self._take()
             if taken is not None:

@@ -48,8 +48,8 @@ class Gate:
 
     def kept(self, new: Any, old: Any, like: Tensor) -> Tensor:
         """What is to be kept of a single number, as a tensor of the type of ``like``."""
-        new, old = (torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in (new, old))
-        return new if self.host else torch.where(self.ok, new, old)
+        new = torch.as_tensor(new, dtype=like.dtype, device=like.device)
+        return new if self.host else torch.where(self.ok, new, torch.as_tensor(old).to(like))
 
     def weight(self, value: Any, otherwise: float = 0.0) -> Any:
         """The value if the update counts; else ``otherwise``, with which nothing moves."""
