@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -329,19 +329,11 @@ def _name(thing: Any) -> str:
     return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(thing)
 
 
-def refuse_scheduled(groups: list[dict[str, Any]]) -> None:
-    """Refuse an lr or momentum that a scheduler should not have written; an lr on an accelerator is not read."""
-    for index, group in enumerate(groups):
-        lr, beta = group["lr"], group["momentum"]
-        if not isinstance(lr, Tensor) or lr.is_cpu:
-            _refuse_rate(index, float(lr))
-        if not 0 <= beta < 1:
-            raise ValueError(f"momentum of parameter group {index} must be at least 0 and less than 1, got {beta!r}")
-
-
-def _refuse_rate(index: int, rate: float) -> None:
+def refuse_scheduled(index: int, rate: float, momentum: float) -> Never:
+    """Raise for an lr or momentum of a parameter group that a scheduler should not have written."""
     if not 0 <= rate < math.inf:
         raise ValueError(f"lr of parameter group {index} must be at least 0 and finite, got {rate!r}")
+    raise ValueError(f"momentum of parameter group {index} must be at least 0 and less than 1, got {momentum!r}")
 
 
 # SGDOLFree -----------------------------------------------------------------------------------------------------------
@@ -354,9 +346,10 @@ def checked(options: dict[str, Any], unknown: dict[str, Any]) -> dict[str, Any]:
 
 
 def multipliers(groups: list[dict[str, Any]]) -> list[float]:
-    rates = [float(group["lr"]) for group in groups]
+    rates = [float(group["lr"]) for group in groups]  # a scheduler may have written anything
     for index, rate in enumerate(rates):
-        _refuse_rate(index, rate)
+        if not 0 <= rate < math.inf:
+            refuse_scheduled(index, rate, groups[index]["momentum"])
     return rates
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -177,7 +178,11 @@ class SGDOL(WatchingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        refuse_scheduled(self.param_groups)
+        for index, group in enumerate(self.param_groups):
+            lr, beta = group["lr"], group["momentum"]
+            # An lr on an accelerator is not read.
+            if not 0 <= beta < 1 or not ((isinstance(lr, Tensor) and not lr.is_cpu) or 0 <= lr < math.inf):
+                refuse_scheduled(index, float(lr), beta)
         with torch.no_grad():
             taken = self._take()
             if taken is not None:
