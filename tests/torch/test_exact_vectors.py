@@ -11,6 +11,7 @@ from pairs import all_pairs, name, sample
 
 from sgdol import PAPER, SGDOL, reference
 from sgdol.learners import FTRL, MeasuredCurvature
+from sgdol.metrics import RMS, Identity
 from sgdol.reference_kronecker import kronecker
 
 pytestmark = pytest.mark.filterwarnings(
@@ -241,3 +242,16 @@ def test_gradients_of_any_size_give_the_same_run_in_a_metric_that_nobody_knows(e
             one_step(opt, (linear_loss(params, g * scale) / 2 for g in step))
         found.append(flat(params))
     np.testing.assert_array_equal(*found)
+
+
+class Overridden(RMS):
+    """D = 1, as a subclass."""
+
+    def operator(self, state, means):
+        return Identity()
+
+
+def test_methods_that_a_subclass_of_a_metric_overrides_are_called():
+    found = run("microbatches", vectors(2), parameters(), metric=Overridden(), learner=FTRL())
+    expected = replay(vectors(2), momentum=0.9)
+    np.testing.assert_allclose(found, expected.iterates, rtol=1e-12, atol=1e-12)

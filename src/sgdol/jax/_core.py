@@ -355,7 +355,7 @@ class Core:
         sums = [a + b for a, b in zip(before, [base * total(losses), signal, length], strict=False)]
         sums += [summary.recent(a, b) for a, b in zip(before[3:], [signal, length], strict=True)]
         s = multipliers[0]
-        if blocks.granularity in ("tensor", "coordinate"):
+        if blocks.granularity not in ("global", "group"):
             # One number for all: the length of the move over that of the direction, so that what stays does not count.
             lengths = blocks.products(seen.d, seen.d) if blocks.per_coordinate else seen.n
             move = total([s * s * squared for s, squared in zip(multipliers, lengths, strict=True)])

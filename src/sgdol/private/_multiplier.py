@@ -65,8 +65,8 @@ class Multiplier:
             raise ValueError(f"learner must have initial, predict and observe, as in sgdol.learners, got {learner!r}")
         if learner is not None and uses_hindsight(learner):
             raise ValueError(
-                f"{type(learner).__name__} needs hindsight, which it is not given here: take sgdol.learners.FTRL, "
-                "Floored, OptimisticFTRL or OnlineGradientDescent"
+                f"{type(learner).__name__} needs hindsight, which it is not given here: take a learner without it, "
+                "such as sgdol.learners.FTRL"
             )
         self.alpha, self.kappa, self.learner = alpha, kappa, learner or FTRL()
 

@@ -2,8 +2,9 @@
 
 The four granularities are the same surrogate on blocks: ``"global"`` has one block, ``"group"`` one per parameter
 group, ``"tensor"`` one per parameter and ``"coordinate"`` one per scalar. Parameter groups may differ in it. State that
-belongs to a group (or to several) stands in the group's dictionary, state that belongs to a parameter in
-``optimizer.state[parameter]``: ``state_dict()`` saves both. A new granularity is a line in :func:`_label`.
+belongs to a group (or to several) stands in the group's dictionary, state that belongs to parameters in
+``optimizer.state[parameter]``: ``state_dict()`` saves both. A new granularity of whole tensors is a line in
+:func:`_label`.
 
 Learners take numbers of any kind: a Python float of one block if the host may read it, a float64 tensor with an entry
 per block, or an array with an entry per coordinate.
@@ -26,10 +27,11 @@ from sgdol.torch._update import Gate
 from sgdol.torch._vectors import Layout, Section, as_number, pieces, size
 from sgdol.torch._world import World
 
-__all__ = ["GRANULARITIES", "Blocks", "Granularity", "Learned", "share"]
+__all__ = ["GRANULARITIES", "OF_GROUPS", "Blocks", "Granularity", "Learned", "share"]
 
 Granularity = Literal["global", "group", "tensor", "coordinate"]
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
+OF_GROUPS = ("global", "group")  # their blocks are whole groups, which keep what is learned; else parameters do
 
 # What numbers of the groups may differ by.
 POOLED = ("lr", "momentum", "bias_correction", "statistics", "epoch", "metric", "momentum_weight")
@@ -38,7 +40,7 @@ LARGEST = 2.0**-40  # alpha is at most this times the largest float, so that sum
 
 
 # Parameters with the same label share a step size.
-def _label(group: dict[str, Any], place: int, param: Tensor | None) -> Hashable:
+def _label(group: dict[str, Any], place: int, param: Tensor) -> Hashable:
     match group["granularity"]:
         case "global":
             return "global", group["learner"], group["alpha"], group["kappa"]
@@ -51,7 +53,7 @@ def _label(group: dict[str, Any], place: int, param: Tensor | None) -> Hashable:
 class Block(NamedTuple):
     """Parameters that share a step size (or a tensor whose coordinates have their own)."""
 
-    owner: dict[str, Any]  # a group or the state of a parameter, where the learner's state is kept
+    owners: list[dict[str, Any]]  # its groups or the states of its parameters: each has the learner's state
     group: dict[str, Any]  # the first of its groups: they have the learner and alpha in common
     size: int  # how many shares of alpha it has: one for each scalar, also of those that take no part
     rows: list[int]  # which of the numbers of parameters (those of all sections but arrays) are in it
@@ -79,7 +81,9 @@ class _Family:
         self._table = layout.like.new_zeros(len(keys), len(blocks))
         for key, value, field in zip(keys, initial, self._table, strict=True):
             for block, number in zip(blocks, field.unbind(), strict=True):
-                block.owner[key] = number.copy_(as_number(block.owner.get(key, value), number))
+                number.copy_(as_number(block.owners[0].get(key, value), number))
+                for owner in block.owners:
+                    owner[key] = number
         self._first = self._table[:, 0]
         self._on_host: Any = None  # the same memory as a numpy array, which is faster with so few numbers
 
@@ -125,10 +129,13 @@ class Blocks:
         world: Callable[[], World],
     ) -> None:
         self.layout, self._groups, self._learner_of, self._world = layout, groups, learner_of, world
-        labels = _labels(groups)
+        members: dict[Hashable, list[tuple[dict[str, Any], Tensor]]] = {}  # also those that take no part
+        for place, group in enumerate(groups):
+            for p in group["params"]:
+                members.setdefault(_label(group, place, p), []).append((group, p))
         # alpha_learned is the share of one coordinate, so that a block that joins later gets the share of its size. If
         # one block has everything, it is all of alpha.
-        whole = len(labels) == 1 and all(group["granularity"] == "global" for group in groups)
+        whole = len(members) == 1 and all(group["granularity"] == "global" for group in groups)
         self._shares = 1 if whole else sum(size(p) for group in groups for p in group["params"])
         found: dict[Hashable, Block] = {}
         numbered = [
@@ -140,10 +147,11 @@ class Blocks:
         for row, (place, p) in enumerate(numbered):
             label = _label(groups[place], place, p)
             if label not in found:
-                members = labels.get(label)
-                owner, group = (state[p], groups[place]) if members is None else (members[0], members[0])
-                params = [p] if members is None else [q for g in members for q in g["params"]]
-                found[label] = Block(owner, group, 1 if whole else sum(map(size, params)), [])
+                first, _ = members[label][0]
+                owners = [group if first["granularity"] in OF_GROUPS else state[q] for group, q in members[label]]
+                owners = list({id(owner): owner for owner in owners}.values())
+                numel = 1 if whole else sum(size(q) for _, q in members[label])
+                found[label] = Block(owners, first, numel, [])
             found[label].rows.append(row)
         blocks = list(found.values())
         learners = dict.fromkeys(block.group["learner"] for block in blocks)
@@ -254,7 +262,7 @@ class Blocks:
     def _shown(self, place: int, sections: list[Section], multipliers: list[Any], rows: list[Any], gate: Gate) -> Any:
         """The one s of a group whose move has the same length: sqrt(sum (s_i d_i)^2 / sum d_i^2)."""
         of_group = [i for i, section in enumerate(sections) if len(sections) == 1 or section.group == place]
-        if self.layout.groups[place]["granularity"] in ("global", "group"):
+        if self.layout.groups[place]["granularity"] in OF_GROUPS:
             s = multipliers[of_group[0]]  # the same for all tensors
             return gate.number(s[0]) if isinstance(s, Tensor) and s.dim() else s
         lengths, moved = (sum(rows[j][i] for j in of_group) for i in (3, 4))
@@ -361,16 +369,3 @@ def share(groups: list[dict[str, Any]]) -> None:
         if "alpha_learned" in first and "alpha_learned" not in group and group["alpha"] is None:
             factor = group["kappa"] / first["kappa"]
             group["alpha_learned"] = first["alpha_learned"] if factor == 1 else first["alpha_learned"] * factor
-    for members in _labels(groups).values():
-        learned = {key: value for key, value in members[0].items() if key.startswith("learner.")}
-        for group in members[1:]:
-            group.update(learned)
-
-
-def _labels(groups: list[dict[str, Any]]) -> dict[Hashable, list[dict[str, Any]]]:
-    """The groups of each block of whole groups, also those that take no part."""
-    found: dict[Hashable, list[dict[str, Any]]] = {}
-    for place, group in enumerate(groups):
-        if group["granularity"] in ("global", "group"):
-            found.setdefault(_label(group, place, None), []).append(group)
-    return found

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from sgdol.free import State
 from sgdol.learners import Learner
 from sgdol.torch import _diagnostics as diagnostics
+from sgdol.torch._blocks import OF_GROUPS
 from sgdol.torch._direction import uses_momentum
 from sgdol.torch._metric import Metrics
 from sgdol.torch._options import LEARNED_WITH, OPTIONS_FREE
@@ -105,7 +106,7 @@ class Blanks:
             blank["alpha_learned"] = like.clone()
         if uses_momentum(group):
             blank["momentum_weight"] = like.clone()
-        if group["granularity"] in ("global", "group"):
+        if group["granularity"] in OF_GROUPS:
             blank.update(self._learned(group, like))
         return blank
 
@@ -117,7 +118,7 @@ class Blanks:
             blank["held_gradient"] = torch.zeros_like(p)
         if group["averaging"] is not None and "average" not in known:
             blank["average"] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
-        if group["granularity"] == "tensor":
+        if group["granularity"] not in (*OF_GROUPS, "coordinate"):
             blank |= self._learned(group, torch.zeros((), device=p.device, dtype=scalar_dtype(p.device)))
         elif group["granularity"] == "coordinate" and not any(name.startswith("learner.") for name in known):
             numbers = self._learned(group, torch.zeros_like(_wide(p)))

@@ -80,11 +80,9 @@ class HeldPair:
                     f"gradient that is held {tuple(held.shape)}"
                 )
         first, second = layout.gather([self._release(p) for p in layout.params]), layout.gradients()
-        # A state that is empty again is not saved. Blocks of tensors have references to theirs, so they stay.
-        if not any(group["granularity"] == "tensor" for group in layout.groups):
-            for p in layout.params:
-                if not self._state[p]:
-                    del self._state[p]
+        for p in layout.params:
+            if not self._state[p]:  # a state that is empty again is not saved
+                del self._state[p]
         paper = [layout.groups[entry.group]["estimator"] == "paper" for entry in layout.entries]
         pairs = zip(first, second, paper, strict=True)
         g = [a if first_alone else torch.add(a, b).mul_(0.5) for a, b, first_alone in pairs]

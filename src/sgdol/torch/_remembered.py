@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sgdol._kronecker import following, is_due, renewed, rotate, rotate_back, sides
 from sgdol._numbers import maximum
-from sgdol.metrics import RMS, Factors, Kronecker, Means, Metric, is_diagonal
+from sgdol.metrics import RMS, AdaGrad, Factors, Kronecker, Means, Metric
 from sgdol.torch._operators import Block, Diagonal, Opaque, Rotated
 from sgdol.torch._update import Gate
 from sgdol.torch._vectors import Layout, as_number, product, scalar_dtype, wide_dtype
@@ -321,7 +321,7 @@ def is_diagonal_on(metric: Any, param: Tensor) -> bool:
     """
     if type(metric) is Kronecker:
         return is_sharded(param) or not any(sides(tuple(real_view(param.detach()).shape)))
-    return isinstance(metric, RMS) and is_diagonal(metric)
+    return type(metric) in (RMS, AdaGrad)  # a subclass of one's own may have overridden any method
 
 
 def blank(metric: Metric, param: Tensor) -> dict[str, Tensor]:
