@@ -39,7 +39,7 @@ def test_gradients_that_vanish_at_first_leave_the_default_alpha_open():
 @pytest.mark.parametrize("estimator", ["paper", "symmetric"])
 @pytest.mark.parametrize(("options", "rounding"), [(ALGORITHM, 0.0), ({}, 1e-15)], ids=["algorithm", "defaults"])
 def test_the_three_ways_to_give_a_pair_are_one(estimator, options, rounding):
-    """To the last bit without momentum, whose sums the compiler fuses in one program and not in another; see below."""
+    """To the last bit without momentum, whose sums the compiler fuses in one program and not in another."""
     recorded = gradients(20, 2)
     optimizer = sgdol(0.02, estimator=estimator, **options)
     stacked, _ = run(optimizer, recorded)
@@ -52,22 +52,6 @@ def test_the_three_ways_to_give_a_pair_are_one(estimator, options, rounding):
         updates, state = update(tree(pair[0]), state, params, others=tree(pair[1]))
         params = optax.apply_updates(params, updates)
         np.testing.assert_array_equal(flat(params), expected)
-
-
-@pytest.mark.parametrize("estimator", ["paper", "symmetric"])
-def test_alternating_and_stacked_pairs_are_one_to_the_last_bit_where_nothing_is_compiled(estimator):
-    recorded, optimizer = gradients(5, 2), sgdol(0.2, estimator=estimator)
-
-    def last(calls):
-        params = tree(np.zeros(6))
-        state = optimizer.init(params)
-        for call in calls:
-            updates, state = optimizer.update(tree(call), state, params)
-            params = optax.apply_updates(params, updates)
-        return flat(params)
-
-    with jax.disable_jit():
-        np.testing.assert_array_equal(last(recorded.reshape(10, 6)), last(recorded))
 
 
 @pytest.mark.parametrize(("way", "bad"), [("stacked", np.nan), ("others", np.inf), ("stacked", 1e200)])

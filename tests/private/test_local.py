@@ -66,7 +66,6 @@ def test_a_report_is_clipped_and_noised_over_all_parameters_together():
     torch.testing.assert_close(clipped[1], torch.tensor([4.0]))
     short = randomize([torch.tensor([3.0])], max_grad_norm=5.0, noise_multiplier=0.0)
     assert short[0].item() == 3.0
-    assert randomize([torch.zeros(2)], max_grad_norm=1.0, noise_multiplier=0.0)[0].tolist() == [0.0, 0.0]
     noisy = randomize(
         [torch.zeros(4000)], max_grad_norm=0.5, noise_multiplier=2.0, generator=torch.Generator().manual_seed(0)
     )
