@@ -93,6 +93,7 @@ def test_optax_trains_with_microbatches():
     assert 0 < step_sizes[-1] <= step_sizes[0] <= 0.5  # the default holds on to lr while it is not too long
 
 
+@pytest.mark.slow  # tests/jax/test_devices.py has the same by equality
 def test_optax_trains_on_four_devices_with_four_gradients_per_update():
     """It ends at 0.966 here; the threshold leaves room for other roundings."""
     flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"  # where there are flags it adds none
@@ -101,6 +102,7 @@ def test_optax_trains_on_four_devices_with_four_gradients_per_update():
     assert "4 gradients per update" in said
 
 
+@pytest.mark.slow  # tests/private has the same by equality, and counts the budget
 def test_opacus_trains_within_its_budget():
     """It ends at 0.902 here, seed fixed; the threshold leaves room for other roundings, which change all the noise."""
     pytest.importorskip("opacus", reason="Opacus is not installed: pip install 'sgdol[private]'")
@@ -112,14 +114,16 @@ def test_opacus_trains_within_its_budget():
 # With fewer steps than the programs make by themselves: what is printed at the end, and a bound that leaves room for
 # other roundings. PPO's episodes differ most.
 LOOPS = {
-    "loop_nanogpt": (("--steps", "150"), r"validation loss ([\d.]+)", lambda loss: loss < 2.7),
+    "loop_nanogpt": (("--steps", "60"), r"validation loss ([\d.]+)", lambda loss: loss < 2.7),
     "loop_makemore": (("--steps", "500"), r"test loss ([\d.]+)", lambda loss: loss < 2.05),
     "loop_vae": (("--epochs", "10"), r"test loss ([\d.]+)", lambda loss: loss < 28),
     "loop_ppo": (("--iterations", "25"), r"best actions ([\d.]+) of 500", lambda length: length > 60),
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "loop_ppo" else ()) for name in LOOPS]
+)
 def test_a_loop_in_the_shape_of_a_known_script_trains(name):
     arguments, words, is_good = LOOPS[name]
     found = re.findall(words, run(name, *arguments))

@@ -87,7 +87,8 @@ class Problem:
 
     def __init__(self, options, *, dtype=torch.float32, named=False, noise=0.0):
         generator = torch.Generator().manual_seed(0)
-        self.params = [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((10, 5), (10,))]
+        weight, bias = torch.randn(10, 5, 2, generator=generator), torch.randn(10, 2, generator=generator)
+        self.params = [Parameter(x[..., 0].to(dtype).contiguous()) for x in (weight, bias)]
         self.x = torch.randn(5, generator=generator).to(dtype)
         self.noise = noise
         given = list(zip(("weight", "bias"), self.params, strict=True)) if named else self.params
