@@ -360,9 +360,14 @@ def test_arguments_outside_their_range_are_refused(call, message):
         call()
 
 
-def test_a_floor_of_zero_is_the_regret_of_the_symmetric_rate():
-    """symmetric_rate solves Theorem 2 with this regret: without noise its bound is 2M/T times gap and regret."""
+def test_a_floor_of_zero_is_the_regret_of_the_symmetric_rate_and_one_of_c_adds_its_share():
+    """symmetric_rate solves Theorem 2 with this regret: without noise its bound is 2M/T times gap and regret.
+
+    A floor c adds c^2 L^2 (1 + ln T)/(2M).
+    """
     numbers = {"k": 3, "smoothness": 2.0, "lipschitz": 1.5, "alpha": 0.7, "horizon": 50}
     rate = theory.symmetric_rate(**numbers, gap=0.0, variance_sum=0.0)
     regret = convexity.surrogate_sum_bound(**numbers) - 0.7 / (2 * 2.0)
     assert rate == pytest.approx(2 * 2.0 / 50 * regret)
+    added = convexity.surrogate_sum_bound(**numbers, floor=0.3) - convexity.surrogate_sum_bound(**numbers)
+    assert added == pytest.approx(0.3**2 * 1.5**2 * (1 + math.log(50)) / (2 * 2.0))

@@ -55,14 +55,8 @@ def test_the_expected_regret_of_the_symmetric_estimator_is_below_its_bound_for_e
     total, alphas = symmetric_regret(DRAWS[name], horizon=horizon, alpha=alpha, repeats=repeats, kappa=kappa)
     errors = total.std(axis=0) / math.sqrt(repeats)
     for regret, error, against in zip(total.mean(axis=0), errors, np.linspace(0, 2, 9), strict=True):
-        bound = theory.symmetric_regret_bound(
-            against,
-            smoothness=1.0,
-            alpha=max(float(alphas.mean()), 1e-300),
-            lipschitz=1.0,
-            horizon=horizon,
-            random_alpha=kappa is not None,
-        )
+        numbers = {"smoothness": 1.0, "lipschitz": 1.0, "horizon": horizon, "random_alpha": kappa is not None}
+        bound = theory.symmetric_regret_bound(against, alpha=max(float(alphas.mean()), 1e-300), **numbers)
         assert regret <= bound + 5 * error
 
 
@@ -96,15 +90,8 @@ def test_the_rate_under_moments_holds_with_gaussian_noise(sigma):
         d, s = g.mean(0), learner.predict(state, alphas)
         state = learner.observe(state, s, g[0] * g[1], d**2, alphas)
         x = x - s * d
-    bound = theory.moment_rate(
-        smoothness=1.0,
-        gap=1 - math.cos(2.0),
-        ratio=ratio,
-        scale=scale,
-        alpha=alpha,
-        variance_sum=horizon * sigma**2,
-        horizon=horizon,
-    )
+    numbers = {"smoothness": 1.0, "gap": 1 - math.cos(2.0), "variance_sum": horizon * sigma**2, "horizon": horizon}
+    bound = theory.moment_rate(**numbers, ratio=ratio, scale=scale, alpha=alpha)
     assert total.mean() / horizon <= bound
     if sigma < 1:
         assert bound < 0.5  # below the mean of sin^2 at random points
@@ -149,16 +136,9 @@ def test_theorem_2_and_the_bound_of_the_regret_hold_with_momentum(beta, given, s
     run = MomentumRun(beta, given, sigma)
     constant = theory.momentum_constant(momentum=beta, smoothness=1.0, given=given)
     for eta, regrets in zip(run.against, run.regrets.T, strict=True):
-        right = theory.momentum_theorem(
-            eta,
-            momentum=beta,
-            smoothness=1.0,
-            given=given,
-            gap=run.gap,
-            expected_regret=float(regrets.mean()),
-            variance_sum=run.variance_sum,
-            lipschitz=1 + sigma,
-        )
+        numbers = {"momentum": beta, "smoothness": 1.0, "given": given, "gap": run.gap, "lipschitz": 1 + sigma}
+        measured = {"expected_regret": float(regrets.mean()), "variance_sum": run.variance_sum}
+        right = theory.momentum_theorem(eta, **numbers, **measured)
         left = (eta - constant * given / 2 * eta**2) * run.squares
         error = (left - regrets).std() / math.sqrt(len(left))
         assert left.mean() <= right + 5 * error

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from benchmarks.quality import (
 from benchmarks.quality.__main__ import main
 from benchmarks.quality.harness import Cache, Line, Settings, measure, measure_all, tune
 
-ROOT = Path(__file__).parents[2]
 QUICK = Settings(seeds=(1, 2), grid=(-3, -2), extensions=1, shorten=40.0)
 
 

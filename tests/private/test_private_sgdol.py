@@ -402,6 +402,7 @@ def by_samples(source, batches):
     optimizer = release(torch.optim.SGD([p], lr=0.5), source, **NOISELESS, generator=stream(0))
     for batch in batches:
         step_on_samples(optimizer, batch)
+    assert optimizer.diagnostics()["skipped"] == 0  # what is skipped tells of the data
     return p.detach()
 
 

@@ -72,14 +72,8 @@ def by_hand(dataset, steps, accumulate, clip, precision=None):
 def test_the_trainer_takes_the_same_steps_as_a_loop_by_hand(tmp_path, dataset, assert_same, accumulate, precision):
     model = build()
     opt = noise_averse(model.parameters())
-    args = arguments(
-        tmp_path,
-        num_train_epochs=1,
-        gradient_accumulation_steps=accumulate,
-        max_grad_norm=0.2,
-        bf16=precision == "bf16",
-        train_sampling_strategy="sequential",
-    )
+    asked = {"num_train_epochs": 1, "gradient_accumulation_steps": accumulate, "max_grad_norm": 0.2}
+    args = arguments(tmp_path, **asked, bf16=precision == "bf16", train_sampling_strategy="sequential")
     trainer = train(model, opt, args, dataset)
     steps = 12 // accumulate
     hand, hand_opt, step_sizes = by_hand(dataset, steps, accumulate, 0.2, precision)
