@@ -170,22 +170,18 @@ def test_loss_and_derivative_work_on_arrays_of_every_library(function, library):
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_one_gradient_is_refused_by_name_and_number(estimator):
-    with pytest.raises(ValueError, match=r"gradients must hold at least 2 independent gradients along axis 0, got 1"):
-        statistics(gradients(1), estimator=estimator)
-
-
-def test_an_unknown_estimator_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match=r"estimator must be one of .*'symmetric'.*'paper'.*got 'unbiased'"):
-        statistics(gradients(2), estimator="unbiased")
-
-
-def test_blocks_of_another_shape_are_refused_with_both_shapes():
-    with pytest.raises(ValueError, match=r"blocks must have the shape of one gradient, \(2, 3\), got \(6,\)"):
-        statistics(gradients(2), blocks=np.zeros(6, dtype=int))
-
-
-def test_an_unknown_name_for_blocks_is_refused_with_what_is_allowed():
-    with pytest.raises(ValueError, match=r'blocks must be None, "coordinate" or an integer array, got \'tensor\''):
-        statistics(gradients(2), blocks="tensor")
+@pytest.mark.parametrize(
+    ("k", "options", "message"),
+    [
+        *(
+            (1, {"estimator": each}, "must hold at least 2 independent gradients along axis 0, got 1")
+            for each in ESTIMATORS
+        ),
+        (2, {"estimator": "unbiased"}, r"estimator must be one of .*'symmetric'.*'paper'.*got 'unbiased'"),
+        (2, {"blocks": np.zeros(6, int)}, r"blocks must have the shape of one gradient, \(2, 3\), got \(6,\)"),
+        (2, {"blocks": "tensor"}, r'blocks must be None, "coordinate" or an integer array, got \'tensor\''),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_value_with_what_is_allowed(k, options, message):
+    with pytest.raises(ValueError, match=message):
+        statistics(gradients(k), **options)

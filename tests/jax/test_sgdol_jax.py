@@ -254,12 +254,13 @@ def test_a_state_can_be_donated(granularity):
 def test_a_state_of_another_configuration_is_refused():
     params = tree(np.zeros(6))
     plain, momentum, average = sgdol(0.1, momentum=None), sgdol(0.1), sgdol(0.1, momentum=None, averaging=8)
-    with pytest.raises(ValueError, match="state was made without momentum and this optimizer is with"):
-        momentum.update(params, plain.init(params), params)
-    with pytest.raises(ValueError, match="state was made with momentum and this optimizer is without"):
-        plain.update(params, momentum.init(params), params)
-    with pytest.raises(ValueError, match="state was made without averaging and this optimizer is with"):
-        average.update(params, plain.init(params), params)
+    for here, saved, what in (
+        (momentum, plain, "without momentum and this optimizer is with"),
+        (plain, momentum, "with momentum and this optimizer is without"),
+        (average, plain, "without averaging and this optimizer is with"),
+    ):
+        with pytest.raises(ValueError, match=f"state was made {what}"):
+            here.update(params, saved.init(params), params)
 
 
 @pytest.mark.parametrize(
@@ -319,25 +320,24 @@ def test_bad_arguments_are_named(arguments, message):
 
 
 def test_bad_gradients_are_named():
-    optimizer = scale_by_sgdol(weight_decay=0.1)
-    params = tree(np.zeros(6))
+    optimizer, averaging = scale_by_sgdol(weight_decay=0.1), sgdol(0.1, averaging=8)
+    params = good = tree(np.zeros(6))
     state = optimizer.init(params)
-    good = tree(np.zeros(6))
-    with pytest.raises(ValueError, match="tree structure"):
-        optimizer.update({"a": good["a"]}, state, params)
-    with pytest.raises(ValueError, match="k >= 2"):
-        optimizer.update({**good, "b": good["b"][None]}, state, params)
-    with pytest.raises(ValueError, match="k >= 2"):
-        optimizer.update(tree(np.zeros((1, 6))), state, params)
-    with pytest.raises(ValueError, match="not both"):
-        optimizer.update(tree(np.zeros((2, 6))), state, params, others=good)
-    with pytest.raises(ValueError, match="weight_decay needs the parameters"):
-        optimizer.update(good, state)
-    with pytest.raises(TypeError, match=r"params\['n'\] is int64; leave it out with optax.masked"):
-        optimizer.init({"n": jnp.zeros(2, int), "w": jnp.zeros(2)})
-    averaging = sgdol(0.1, averaging=8)
-    with pytest.raises(ValueError, match="averaging needs the parameters"):
-        averaging.update(good, averaging.init(params))
+    for call, error, message in (
+        (lambda: optimizer.update({"a": good["a"]}, state, params), ValueError, "tree structure"),
+        (lambda: optimizer.update({**good, "b": good["b"][None]}, state, params), ValueError, "k >= 2"),
+        (lambda: optimizer.update(tree(np.zeros((1, 6))), state, params), ValueError, "k >= 2"),
+        (lambda: optimizer.update(tree(np.zeros((2, 6))), state, params, others=good), ValueError, "not both"),
+        (lambda: optimizer.update(good, state), ValueError, "weight_decay needs the parameters"),
+        (lambda: averaging.update(good, averaging.init(params)), ValueError, "averaging needs the parameters"),
+        (
+            lambda: optimizer.init({"n": jnp.zeros(2, int), "w": jnp.zeros(2)}),
+            TypeError,
+            r"params\['n'\] is int64; leave",
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -196,11 +196,18 @@ def test_what_cannot_be_is_said_in_a_sentence():
     net = build()
     model, opt = accelerator.prepare(net, SGDOL(net.parameters(), lr=0.5))
     plain = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="AveragedWeights needs averages: give it an SGDOLFree, or an SGDOL with"):
-        AveragedWeights(accelerator, model, opt)
-    with pytest.raises(ValueError, match="parts must be a whole number of gradients, at least 2, got 1"):
-        Microbatches(accelerator, model, opt, parts=1)
-    with pytest.raises(TypeError, match="optimizer must be an SGDOL or SGDOLFree, as prepared, got AcceleratedOptimi"):
-        Microbatches(accelerator, model, plain)
-    with pytest.raises(TypeError, match=r"must be an SGDOL, or a trainer's wrapper around one, got accelerate\."):
-        StepSizeMonitor(accelerator, every=1)(plain)
+    given = r"must be an SGDOL, or a trainer's wrapper around one, got accelerate\."
+    prepared = "optimizer must be an SGDOL or SGDOLFree, as prepared, got AcceleratedOptimi"
+    parts = "parts must be a whole number of gradients, at least 2, got 1"
+    for call, error, message in (
+        (
+            lambda: AveragedWeights(accelerator, model, opt),
+            ValueError,
+            "needs averages: give it an SGDOLFree, or an SGDOL",
+        ),
+        (lambda: Microbatches(accelerator, model, opt, parts=1), ValueError, parts),
+        (lambda: Microbatches(accelerator, model, plain), TypeError, prepared),
+        (lambda: StepSizeMonitor(accelerator, every=1)(plain), TypeError, given),
+    ):
+        with pytest.raises(error, match=message):
+            call()
