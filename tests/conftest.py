@@ -6,6 +6,8 @@ import importlib.util
 import os
 import sys
 
+import pytest
+
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     # Sums in one order each time, also in the programs that tests start; and two workers leave no core for more.
     os.environ.setdefault(name, "1")
@@ -40,6 +42,19 @@ def pytest_sessionstart():
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_in_a_hurry(request):
+    """There are hundreds of programs, and each runs for a few steps: optimizing them takes most of the time."""
+    if request.path.parent.name not in ("jax", "paper"):
+        yield
+        return
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 # tests/torch and tests/jax are on the path: a framework that is not installed must not be found there.

@@ -71,6 +71,7 @@ def test_the_patch_for_optax_passes_its_own_tests_and_optaxs(tmp_path):
     run(folder, "-c", COMMON)
 
 
+@pytest.mark.slow
 def test_the_patch_for_optax_computes_what_sgdol_jax_does(tmp_path):
     run(patched("optax", tmp_path), "-c", AGREES)
 

@@ -101,14 +101,6 @@ def test_a_front_end_without_its_framework_says_what_to_install():
     assert asked.startswith("[False, ")
 
 
-def test_from_sgdol_import_gives_the_same_class_as_the_front_end():
-    pytest.importorskip("torch")
-    from sgdol import SGDOL
-    from sgdol.torch import SGDOL as same
-
-    assert SGDOL is same
-
-
 def test_an_unknown_attribute_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'sgdol' has no attribute 'Adam'"):
         sgdol.Adam  # noqa: B018

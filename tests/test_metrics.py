@@ -40,11 +40,6 @@ def test_the_diagonal_is_that_of_the_reference(metric, options, past):
     np.testing.assert_allclose(diagonals(metric, gradients[:-1], gradients[-1]), expected, rtol=1e-13)
 
 
-def test_the_mean_square_of_the_diagonal_is_one():
-    gradients = np.random.default_rng(1).normal(size=(9, sum(SIZES))) ** 3
-    assert np.mean(diagonals(metrics.RMS(), gradients, gradients[0]) ** 2) == pytest.approx(1, rel=1e-13)
-
-
 def test_a_tensor_without_any_gradient_has_the_floor():
     gradients = np.random.default_rng(2).normal(size=(5, sum(SIZES)))
     gradients[:, TENSORS == 1] = 0

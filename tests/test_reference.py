@@ -87,17 +87,6 @@ def test_the_step_size_is_computed_before_the_gradients_are_received():
     np.testing.assert_array_equal(asked, np.repeat(run.iterates[:5], 3, axis=0))
 
 
-@pytest.mark.parametrize("alpha", [None, 1e-6, 10.0])
-@pytest.mark.parametrize("blocks", [None, [0, 0, 1], [0, 1, 2]])
-@pytest.mark.parametrize("estimator", ["paper", "symmetric"])
-def test_without_noise_the_step_size_is_one_over_m(estimator, blocks, alpha):
-    run = reference.algorithm_1(
-        lambda x: 3 * x, [1.0, -2.0, 0.5], 20, smoothness=7.0, alpha=alpha, k=3, estimator=estimator, blocks=blocks
-    )
-    # u = n but for the roundings of the mean and of the products.
-    np.testing.assert_allclose(run.step_sizes, 1 / 7, rtol=4e-15)
-
-
 # The output -----------------------------------------------------------------------------------------------------------
 
 
@@ -108,15 +97,11 @@ def outputs(horizon: int, seeds: range) -> list[int]:
     ]
 
 
-def test_the_output_is_one_of_the_iterates_before_the_last():
-    """x_1, ..., x_T: never x_{T+1}, which no gradient was taken at."""
-    assert set(outputs(3, range(60))) == {0, 1, 2}
-
-
 def test_the_output_is_uniform():
     # Pearson's chi-square with 3 degrees of freedom: above 16.27 with probability 0.1 % if uniform. The seeds are
-    # fixed, so it never fails by chance; an output that favours one end by a fifth has an expected value beyond it.
-    counts = np.bincount(outputs(4, range(1000)), minlength=4)
+    # fixed, so it never fails by chance; an output that favours one end by a fifth has an expected value beyond it, and
+    # x_{T+1}, at which no gradient was taken, would add 250.
+    counts = np.bincount(outputs(4, range(1000)))
     assert np.sum((counts - 250) ** 2 / 250) < 16.27
 
 

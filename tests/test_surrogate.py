@@ -64,14 +64,6 @@ def test_derivative_is_the_slope_of_the_loss(eta, u, n, smoothness):
     assert derivative(eta, u, n, smoothness) == pytest.approx((high - low) / (2 * width), abs=1e-15 * 8 * size + 1e-300)
 
 
-@fixed
-@given(u=numbers, n=st.floats(0.01, 100), smoothness=rates, other=st.floats(0, 10))
-def test_loss_is_smallest_where_the_derivative_vanishes(u, n, smoothness, other):
-    best = u / (smoothness * n)
-    size = abs(best * u) + smoothness * other**2 * n + abs(other * u)
-    assert loss(best, u, n, smoothness) <= loss(other, u, n, smoothness) + 1e-15 * 8 * size
-
-
 def test_loss_is_equation_3_on_vectors():
     g, h = gradients(2).reshape(2, -1)
     expected = 10.0 * 0.3**2 / 2 * np.sum(g**2) - 0.3 * np.sum(g * h)
@@ -98,13 +90,6 @@ def test_statistics_are_the_double_sums_and_the_direction_is_the_mean_or_the_fir
 def test_a_scalar_parameter_is_its_own_block(estimator):
     found = statistics(np.array([2.0, 3.0]), estimator=estimator, blocks="coordinate")
     assert (found.u, found.n) == (6.0, {"symmetric": 6.25, "paper": 4.0}[estimator])
-
-
-@pytest.mark.parametrize("blocks", BLOCK_ARRAYS.values(), ids=BLOCK_ARRAYS)
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_identical_gradients_have_u_equal_to_n(estimator, blocks):
-    found = statistics(np.stack([gradients(1)[0]] * 3), estimator=estimator, blocks=blocks)
-    np.testing.assert_allclose(found.u, found.n, rtol=1e-15 * 8)
 
 
 @fixed
@@ -140,19 +125,6 @@ def test_the_expectation_of_u_is_the_squared_gradient(estimator, k, blocks):
     np.testing.assert_array_equal(total, squares if blocks else np.sum(squares))
 
 
-@pytest.mark.parametrize("k", [2, 3, 4, 5])
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_the_expectation_of_n_exceeds_that_of_u_by_the_variance_of_the_direction(estimator, k):
-    """sigma^2 for the paper's estimator, sigma^2 / k for the symmetric one: what Theorem 2 charges for noise."""
-    excess = 0.0
-    for g, weight in enumerate_all(k):
-        found = statistics(g, estimator=estimator)
-        excess += weight * (found.n - found.u)
-    mean = WEIGHTS @ ATOMS / 6
-    variance = np.sum(WEIGHTS * np.sum((ATOMS - mean) ** 2, axis=1)) / 6
-    assert excess / 6**k == pytest.approx(variance / (k if estimator == "symmetric" else 1), rel=1e-13, abs=0)
-
-
 @pytest.mark.parametrize("k", [2, 3])
 def test_the_expectation_of_the_momentum_signal_is_the_direction_times_the_gradient(k):
     beta, correction, past = 0.75, 0.578125, np.array([7.0, -3.0, 2.0])  # the third step: 1 - beta^3
@@ -165,38 +137,23 @@ def test_the_expectation_of_the_momentum_signal_is_the_direction_times_the_gradi
     assert signal == pytest.approx(inner, rel=1e-13, abs=0)
 
 
-def test_the_symmetric_u_never_exceeds_n():
-    """By Cauchy-Schwarz on the k gradients; it is why the symmetric step size never exceeds lr."""
-    for k, seed in itertools.product((2, 3, 4, 5), range(50)):
-        found = statistics(gradients(k, seed), blocks="coordinate")
-        assert np.all(found.u <= found.n * (1 + 1e-14))
-
-
 # Array libraries ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("blocks", BLOCK_ARRAYS.values(), ids=BLOCK_ARRAYS)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("library", ["torch", "jax"])
-def test_every_array_library_gives_the_same_numbers(library, estimator, blocks):
-    expected = statistics(gradients(3), estimator=estimator, blocks=blocks)
-    with namespace(library) as (make, _):
-        own_blocks = make(blocks) if isinstance(blocks, np.ndarray) else blocks
-        found = statistics(make(gradients(3)), estimator=estimator, blocks=own_blocks)
-        for value, number in zip(found, expected, strict=True):
-            # Sums of six numbers of order one may be taken in another order.
-            np.testing.assert_allclose(np.asarray(value), number, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("blocks", BLOCK_ARRAYS.values(), ids=BLOCK_ARRAYS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
-def test_every_array_library_gets_its_own_kind_back(library, dtype, blocks):
+def test_every_array_library_gives_the_same_numbers_in_its_own_kind(library, dtype, estimator, blocks):
+    """Sums of six numbers of order one, in another order."""
+    expected = statistics(gradients(3), estimator=estimator, blocks=blocks)
     with namespace(library) as (make, kind):
         own_blocks = make(blocks) if isinstance(blocks, np.ndarray) else blocks
-        for value in statistics(make(gradients(3).astype(dtype)), blocks=own_blocks):
+        found = statistics(make(gradients(3).astype(dtype)), estimator=estimator, blocks=own_blocks)
+        for value, number in zip(found, expected, strict=True):
             assert isinstance(value, (kind, np.generic) if library == "numpy" else kind)
             assert str(value.dtype).endswith(dtype)
+            np.testing.assert_allclose(np.asarray(value), number, rtol=0, atol=1e-14 if dtype == "float64" else 1e-5)
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
@@ -213,22 +170,18 @@ def test_loss_and_derivative_work_on_arrays_of_every_library(function, library):
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_one_gradient_is_refused_by_name_and_number(estimator):
-    with pytest.raises(ValueError, match=r"gradients must hold at least 2 independent gradients along axis 0, got 1"):
-        statistics(gradients(1), estimator=estimator)
-
-
-def test_an_unknown_estimator_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match=r"estimator must be one of .*'symmetric'.*'paper'.*got 'unbiased'"):
-        statistics(gradients(2), estimator="unbiased")
-
-
-def test_blocks_of_another_shape_are_refused_with_both_shapes():
-    with pytest.raises(ValueError, match=r"blocks must have the shape of one gradient, \(2, 3\), got \(6,\)"):
-        statistics(gradients(2), blocks=np.zeros(6, dtype=int))
-
-
-def test_an_unknown_name_for_blocks_is_refused_with_what_is_allowed():
-    with pytest.raises(ValueError, match=r'blocks must be None, "coordinate" or an integer array, got \'tensor\''):
-        statistics(gradients(2), blocks="tensor")
+@pytest.mark.parametrize(
+    ("k", "options", "message"),
+    [
+        *(
+            (1, {"estimator": each}, "must hold at least 2 independent gradients along axis 0, got 1")
+            for each in ESTIMATORS
+        ),
+        (2, {"estimator": "unbiased"}, r"estimator must be one of .*'symmetric'.*'paper'.*got 'unbiased'"),
+        (2, {"blocks": np.zeros(6, int)}, r"blocks must have the shape of one gradient, \(2, 3\), got \(6,\)"),
+        (2, {"blocks": "tensor"}, r'blocks must be None, "coordinate" or an integer array, got \'tensor\''),
+    ],
+)
+def test_bad_input_is_refused_by_name_and_value_with_what_is_allowed(k, options, message):
+    with pytest.raises(ValueError, match=message):
+        statistics(gradients(k), **options)

@@ -120,16 +120,6 @@ def test_the_symmetric_rate_is_its_documented_formula(k, M, gap, L, alpha, Sigma
     assert found == pytest.approx(expected, **CLOSE)
 
 
-@fixed
-@given(M=positive, gap=non_negative, L=positive, alpha=positive, Sigma=non_negative, T=horizons)
-def test_theorem_4_solves_the_inequality_that_ends_its_proof(M, gap, L, alpha, Sigma, T):
-    """No larger A has (alpha + A)^2 / (2M (alpha + A + Sigma)) <= gap + alpha/2M + 5 L^2/M ln(1 + L^2 T/alpha)."""
-    A = T * theory.theorem_4(smoothness=M, gap=gap, lipschitz=L, alpha=alpha, variance_sum=Sigma, horizon=T)
-    left = (alpha + A) ** 2 / (2 * M * (alpha + A + Sigma))
-    right = gap + alpha / (2 * M) + 5 * L**2 / M * math.log1p(L**2 * T / alpha)
-    assert left >= right * (1 - 1e-12)
-
-
 # Regret ---------------------------------------------------------------------------------------------------------------
 
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from benchmarks.networks import contenders, harness, methods, page, problems, tables, targets, training
 from benchmarks.networks.__main__ import main
-from benchmarks.networks.harness import NETWORKS, SMOKE, Line
+from benchmarks.networks.harness import Line
 from benchmarks.networks.optimizers import MuonAdamW, mark_outer_layers
 from benchmarks.networks.probe import Probe
-from benchmarks.quality.harness import Settings, measure_all
 from benchmarks.quality.tables import DEFAULT, TUNED, read_rows, write_rows
 
 NAMES = [p.name for p in problems.suite()]
@@ -202,28 +201,12 @@ def test_learning_rates_are_tuned_on_half_decades_around_the_usual_one(tmp_path,
     assert {(r.learning_rate, r.edge, r.tried) for r in lines} == {(3e-2, False, 5)}
 
 
-def test_a_second_measurement_comes_from_the_saved_runs(tmp_path, monkeypatch):
-    chosen = [c for c in contenders() if c.method.name == "adamw"]
-    quick = Settings(seeds=(1,), grid=(0,), extensions=0, shorten=100.0)
-    suite = [problems.get("experts-adult")]
-    first = measure_all(suite, chosen, tmp_path, quick, part=NETWORKS, report=lambda text: None)
-    assert [r.point for r in first] == ["last", "average"]
-    monkeypatch.setattr(training, "run", None)
-    assert measure_all(suite, chosen, tmp_path, quick, part=NETWORKS, report=lambda text: None) == first
-    again = measure_all(suite, chosen, tmp_path / "none", quick, saved=first, part=NETWORKS, report=lambda text: None)
-    assert again == first
-
-
 def test_the_command_measures_one_method_on_one_network_and_prints_it(tmp_path, capsys):
     options = ["--smoke", "--cache", str(tmp_path), "--out", str(tmp_path)]
     main(["measure", "--half", "both", "--problem", "experts-adult", "--method", "adamw", *options])
     assert "experts-adult: AdamW, lr 1e-3 lr 0.001 seed 1: loss 0." in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no saved runs"):
         main(["tables", "--out", str(tmp_path)])
-
-
-def test_a_smoke_run_is_short():
-    assert sum(SMOKE.budget(p) for p in problems.suite()) < 500
 
 
 @pytest.mark.parametrize("module", [problems, training, harness, targets], ids=lambda module: module.__name__)

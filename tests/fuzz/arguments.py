@@ -28,19 +28,8 @@ HUGE = 1e308
 ODD: list[Any] = [
     *(-1, 0, 1, 2, 0.5, -0.5, 1e-300, HUGE, math.nan, math.inf, -math.inf, 10**400, -(10**400), True, False, None),
     *("", "rms", "direction", "global", "nonsense", b"0.5", 1j, 0.5 + 0j, Fraction(1, 2), Fraction(-1, 3), [], [0.5]),
-    *(
-        {},
-        (),
-        (0.5,),
-        {0.5},
-        object(),
-        SGDOL,
-        lambda: 0.5,
-        np.float32(0.5),
-        np.float64(-1),
-        np.int64(2),
-        np.bool_(True),
-    ),
+    *({}, (), (0.5,), {0.5}, object(), SGDOL, lambda: 0.5),
+    *(np.float32(0.5), np.float64(-1), np.int64(2), np.bool_(True)),
     *(np.array(0.5), np.array([0.5]), np.array([0.5, 0.5]), np.array([]), np.complex64(1), torch.tensor(0.5)),
     *(torch.tensor([0.5]), torch.tensor([]), torch.tensor([0.5, 0.5]), torch.tensor(-1.0), torch.tensor(math.nan)),
     *(jnp.array(0.5), jnp.array(-1.0), jnp.array([0.5, 0.5]), jnp.array(math.inf)),
@@ -58,21 +47,10 @@ FREE = ("momentum", "weight_decay", "averaging", "metric", "maximize", "foreach"
 FREE_OPTAX = ("momentum", "weight_decay", "averaging", "metric")
 
 
-def _torch(option: str, value: Any) -> bool:
+def _trained(make: Callable[..., Any], **options: Any) -> bool:
+    """Whether three steps of two noisy passes end in finite numbers."""
     x = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-    rate = {} if option in ("lr", "smoothness") and value is not None else {"lr": 0.1}
-    opt = SGDOL([x], **{**rate, option: value})
-    for _ in range(3):
-        for _ in range(2):
-            (x * torch.randn(3, dtype=torch.float64)).sum().backward()
-        opt.step()
-        opt.zero_grad()
-    return bool(torch.isfinite(x).all())
-
-
-def _torch_free(option: str, value: Any) -> bool:
-    x = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-    opt = SGDOLFree([x], **{option: value})
+    opt = make([x], **options)
     for _ in range(3):
         noise = torch.randn(2, 3, dtype=torch.float64)
 
@@ -85,6 +63,15 @@ def _torch_free(option: str, value: Any) -> bool:
 
         opt.step(closure)
     return bool(torch.isfinite(x).all())
+
+
+def _torch(option: str, value: Any) -> bool:
+    rate = {} if option in ("lr", "smoothness") and value is not None else {"lr": 0.1}
+    return _trained(SGDOL, **{**rate, option: value})
+
+
+def _torch_free(option: str, value: Any) -> bool:
+    return _trained(SGDOLFree, **{option: value})
 
 
 def _optax(option: str, value: Any) -> bool:

@@ -96,16 +96,8 @@ def digit(content: bytearray, rng: random.Random, files: list[Path]) -> bytes:
     return bytes(content)
 
 
-DAMAGES: tuple[Callable[[bytearray, random.Random, list[Path]], bytes], ...] = (
-    flip,
-    scribble,
-    zeros,
-    cut,
-    append,
-    swap,
-    exchange,
-    digit,
-)
+DAMAGES: list[Callable[[bytearray, random.Random, list[Path]], bytes]]
+DAMAGES = [flip, scribble, zeros, cut, append, swap, exchange, digit]
 
 
 def damage_and_read(folder: Path, count: int, seed: int = 0) -> tuple[Counter[str], list[str]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -110,28 +109,6 @@ def paper():
     return {"difference": difference(expected[0], result[0]), "updates": diagnostics(result[1])["updates"]}
 
 
-def pmap():
-    recorded = gradients(STEPS, DEVICES)
-    optimizer = sgdol(0.25, axis_name="data", **OPTIONS)
-    params = jax.tree.map(lambda p: jnp.stack([p] * DEVICES), tree(np.ones(6)))
-    state = jax.pmap(optimizer.init)(params)
-
-    def step(grads, state, params):
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    outer = jax.pmap(step, axis_name="data")
-    for stack in recorded:
-        params, state = outer(tree(stack), state, params)
-    copies = jax.tree.map(np.asarray, (params, state))
-    return {
-        "difference": difference(on_one_device(recorded), jax.tree.map(lambda leaf: leaf[0], copies)),
-        "copies_differ": sum(
-            any(row.tobytes() != leaf[0].tobytes() for row in leaf) for leaf in jax.tree.leaves(copies)
-        ),
-    }
-
-
 def partitioned_by_the_compiler():
     """Plain jit on stacked gradients whose first axis is sharded: no axis_name, the compiler adds the sums."""
     recorded, out = gradients(STEPS, 8), {}
@@ -209,6 +186,5 @@ def one_device():
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
-    warnings.simplefilter("ignore", DeprecationWarning)  # pmap's
-    programs = (shard_map, paper, pmap, partitioned_by_the_compiler, training, one_device)
+    programs = (shard_map, paper, partitioned_by_the_compiler, training, one_device)
     print(json.dumps({program.__name__: program() for program in programs}))

@@ -54,11 +54,6 @@ def test_the_papers_estimator_takes_the_devices_mean_for_one_gradient(measured):
     assert measured["paper"]["updates"] == 4
 
 
-def test_pmap_equals_one_device_with_all_the_gradients(measured):
-    assert measured["pmap"]["difference"] < 1e-13
-    assert measured["pmap"]["copies_differ"] == 0
-
-
 def test_plain_jit_with_a_sharded_stack_needs_no_axis_name(measured):
     """The compiler adds the sums itself; it does not join those of several leaves."""
     together, apart = (measured["partitioned_by_the_compiler"][name] for name in ("global", "coordinate"))

@@ -251,16 +251,6 @@ def test_pytrees_of_narrow_parameters_learn(dtype):
     assert state.trace["w"].dtype == jnp.float32
 
 
-def test_vmap_is_a_loop():
-    average, losses, _ = six_runs(jnp.float32)
-    with jax.enable_x64(False):
-        alone = jax.jit(train)
-        for i in range(2):
-            expected, expected_losses, _ = alone(i)
-            np.testing.assert_allclose(average["w"][i], expected["w"], rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(losses[i][:20], expected_losses[:20], rtol=1e-3, atol=1e-5)
-
-
 MIXED = {"a": jnp.float64, "b": jnp.float32, "c": jnp.bfloat16}
 
 

@@ -148,41 +148,6 @@ def test_tensors_that_have_no_gradient_at_first_stay_in_bounds():
     np.testing.assert_allclose(iterates, expected(recorded, metric="rms").iterates, rtol=0, atol=1e-12)
 
 
-class Four:
-    """D = 4."""
-
-    def sharp(self, gradient):
-        return gradient / 4
-
-    def flat(self, vector):
-        return vector * 4
-
-
-class FixedDiagonal:
-    """A metric of a user's own: D is 4 everywhere and remembers only how often it was asked."""
-
-    def initial(self, zero):
-        return {"calls": 0.0}
-
-    def mean_square(self, state, gradient):
-        return 1.0
-
-    def operator(self, state, means):
-        return Four()
-
-    def observe(self, state, gradient):
-        return {"calls": state["calls"] + 1}
-
-
-def test_any_metric_plugs_in():
-    """D = 4 is Euclid's norm with a base rate of a quarter."""
-    recorded = gradients(10, 2)
-    scaled, state = run(sgdol(1.0, metric=FixedDiagonal()), recorded)
-    plain, _ = run(sgdol(0.25), recorded)
-    np.testing.assert_allclose(scaled, plain, rtol=0, atol=1e-13)
-    np.testing.assert_array_equal(state[0].metric["calls"], [10.0, 10.0, 10.0])
-
-
 @pytest.mark.parametrize(
     ("metric", "message"), [("l2", "metric must be one of 'euclidean'"), (RMS, "metric must be a name or an object")]
 )

@@ -119,13 +119,6 @@ def test_multi_steps_alternates_between_means_of_its_mini_steps():
     )
 
 
-def test_multi_steps_does_not_take_stacked_gradients():
-    multi = optax.MultiSteps(sgdol(smoothness=4.0), every_k_schedule=2)
-    params = tree(np.zeros(6))
-    with pytest.raises((TypeError, ValueError)):
-        multi.update(tree(gradients(1, 2)[0]), multi.init(params), params)
-
-
 @pytest.mark.parametrize("way", ["stacked", "others", "alternating"])
 def test_a_mask_leaves_out_what_it_masks(way):
     recorded = gradients(8, 2)
@@ -190,14 +183,6 @@ def test_apply_if_finite_leaves_out_the_call_and_so_keeps_the_held_gradient():
     calls = np.insert(recorded.reshape(8, 6), 3, np.nan, axis=0)
     iterates, _ = run(optax.apply_if_finite(sgdol(smoothness=4.0), max_consecutive_errors=3), calls)
     np.testing.assert_allclose(iterates[-1], reference(recorded).iterates[-1], rtol=0, atol=1e-12)
-
-
-def test_clipping_comes_before_it():
-    recorded = gradients(6, 2)
-    iterates, _ = run(optax.chain(optax.clip_by_global_norm(1.0), sgdol(smoothness=4.0)), recorded.reshape(12, 6))
-    norms = np.linalg.norm(recorded, axis=2, keepdims=True)
-    expected = reference(recorded / np.maximum(norms, 1.0))
-    np.testing.assert_allclose(iterates[::2], expected.iterates, rtol=0, atol=1e-12)
 
 
 def test_lookahead_synchronises_with_it():

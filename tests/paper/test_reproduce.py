@@ -99,7 +99,7 @@ def test_the_summary_has_the_columns_of_the_design(results):
     assert row["objective"] == pytest.approx(float(last["objective"].mean()))
 
 
-ROSENBROCK = {"figures": (2,), "horizon": 50, "repeats": 2, "only": ("SGDOL Global", "SGD", "SGD GL")}
+ROSENBROCK = {"figures": (2,), "horizon": 50, "repeats": 2, "only": ("SGDOL Global", "SGD")}
 
 
 def test_progress_and_times_cover_every_part(tmp_path):

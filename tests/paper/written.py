@@ -14,19 +14,9 @@ NOISES = {
     "adult": {"batch=all": 0.0, "batch=50": 0.1, "batch=1": 5.0},
     "rosenbrock": {"sigma=0": 0.0, "sigma=0.2": 0.1, "sigma=5": 5.0},
 }
-COMMON = (
-    "SGDOL Global",
-    "SGDOL Coordinate",
-    "SGD",
-    "AdaGrad Global",
-    "AdaGrad Coordinate",
-    "Adam",
-    "RMSProp",
-    "AdaDelta",
-)
-COMMON += ("AMSGrad", "Hypergradient")
 STEPLESS = ("Adam", "RMSProp", "AdaDelta", "AMSGrad")
-TUNED = ("SGD", "AdaGrad Global", "AdaGrad Coordinate", "Adam", "RMSProp", "AdaDelta", "AMSGrad", "Hypergradient")
+TUNED = ("SGD", "AdaGrad Global", "AdaGrad Coordinate", *STEPLESS, "Hypergradient")
+COMMON = ("SGDOL Global", "SGDOL Coordinate", *TUNED)
 SHRINKING = ("SGDOL Global", "SGDOL Coordinate", "AdaGrad Global", "AdaGrad Coordinate")
 
 
@@ -38,16 +28,8 @@ class WrittenResults:
     """
 
     def __init__(self, repeats=3, horizon=10_000, stalls=(), missing=(), rate=1e-3):
-        self.configuration = SimpleNamespace(
-            data=None,
-            noise_model="coordinate",
-            horizon=horizon,
-            repeats=repeats,
-            seed=0,
-            quick=False,
-            figures=(1, 2, 3, 4),
-            alpha=10.0,
-        )
+        usual = {"data": None, "noise_model": "coordinate", "seed": 0, "quick": False, "alpha": 10.0}
+        self.configuration = SimpleNamespace(**usual, horizon=horizon, repeats=repeats, figures=(1, 2, 3, 4))
         self.repeats, self.horizon, self.stalls, self.missing, self.rate = repeats, horizon, stalls, missing, rate
 
     def methods(self, experiment):
@@ -84,50 +66,30 @@ class WrittenResults:
         if method in STEPLESS:
             step = np.full(mean.shape, np.nan)
         diverged = np.zeros(self.repeats, dtype=bool)
-        instant, objective = (
-            squared[t - 1] * wobble,
-            (1.0 if experiment == "rosenbrock" else 0.5) * squared[t - 1] / squared[0] * np.ones_like(mean),
-        )
+        instant, start = squared[t - 1] * wobble, 1.0 if experiment == "rosenbrock" else 0.5
+        objective = start * squared[t - 1] / squared[0] * np.ones_like(mean)
         if method == "Hypergradient" and level > 1:
             diverged[-1] = True
             for values in (mean, instant, objective, step):
                 values[-1, t > 100] = np.nan
-        dims = ("repeat", "iteration")
+        curves = {"mean_squared_gradient": mean, "squared_gradient": instant, "objective": objective, "step_size": step}
+        values = {name: (("repeat", "iteration"), curve) for name, curve in curves.items()}
+        told = {"seed": 0, "gradients_per_iteration": 2 if method.startswith("SGDOL") else 1, "version": "0"}
         return xr.Dataset(
-            {
-                "mean_squared_gradient": (dims, mean),
-                "squared_gradient": (dims, instant),
-                "objective": (dims, objective),
-                "step_size": (dims, step),
-                "diverged": ("repeat", diverged),
-            },
+            {**values, "diverged": ("repeat", diverged)},
             coords={"iteration": t, "repeat": np.arange(self.repeats)},
-            attrs={
-                **self.run(experiment, noise, method),
-                "seed": 0,
-                "gradients_per_iteration": 2 if method.startswith("SGDOL") else 1,
-                "version": "0",
-            },
+            attrs={**self.run(experiment, noise, method), **told},
         )
 
     def tuning(self, experiment, method):
         if method.startswith("SGDOL") or method == "SGD GL":
             raise KeyError(method)
-        rates = np.array([2e-4, 5e-4, 1e-3, 2e-3, 5e-3])
+        found = ("rate", np.array([4.0, 2.0, 1.0, 3.0, np.inf]))
+        told = {"chosen": self.rate, "criterion": "the smallest running mean at the horizon", "horizon": self.horizon}
         return xr.Dataset(
-            {
-                "mean_squared_gradient": ("rate", np.array([4.0, 2.0, 1.0, 3.0, np.inf])),
-                "objective": ("rate", np.array([4.0, 2.0, 1.0, 3.0, np.inf])),
-                "diverged": ("rate", np.array([False, False, False, False, True])),
-            },
-            coords={"rate": rates},
-            attrs={
-                "chosen": self.rate,
-                "criterion": "the smallest running mean at the horizon",
-                "horizon": self.horizon,
-                "experiment": experiment,
-                "method": method,
-            },
+            {"mean_squared_gradient": found, "objective": found, "diverged": ("rate", np.isinf(found[1]))},
+            coords={"rate": np.array([2e-4, 5e-4, 1e-3, 2e-3, 5e-3])},
+            attrs={**told, "experiment": experiment, "method": method},
         )
 
     def summary(self):
@@ -135,17 +97,10 @@ class WrittenResults:
         for experiment, noise, method in self.available():
             curves = self.curves(experiment, noise, method)
             final = curves["mean_squared_gradient"].values[:, -1]
-            rows.append(
-                {
-                    **self.run(experiment, noise, method),
-                    "diverged": int(curves["diverged"].sum()),
-                    "mean_squared_gradient": final.mean(),
-                    "mean_squared_gradient_std": final.std(),
-                    "objective": 0.1,
-                    "objective_std": 0.0,
-                    "step_size": float(curves["step_size"].values[:, -1].mean()),
-                }
-            )
+            means = {"mean_squared_gradient": final.mean(), "mean_squared_gradient_std": final.std()}
+            means |= {"objective": 0.1, "objective_std": 0.0, "diverged": int(curves["diverged"].sum())}
+            step_size = float(curves["step_size"].values[:, -1].mean())
+            rows.append({**self.run(experiment, noise, method), **means, "step_size": step_size})
         return rows
 
 

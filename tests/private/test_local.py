@@ -66,7 +66,6 @@ def test_a_report_is_clipped_and_noised_over_all_parameters_together():
     torch.testing.assert_close(clipped[1], torch.tensor([4.0]))
     short = randomize([torch.tensor([3.0])], max_grad_norm=5.0, noise_multiplier=0.0)
     assert short[0].item() == 3.0
-    assert randomize([torch.zeros(2)], max_grad_norm=1.0, noise_multiplier=0.0)[0].tolist() == [0.0, 0.0]
     noisy = randomize(
         [torch.zeros(4000)], max_grad_norm=0.5, noise_multiplier=2.0, generator=torch.Generator().manual_seed(0)
     )
@@ -97,16 +96,15 @@ def test_bad_reports_are_refused():
     with pytest.raises(ValueError, match="shapes"):
         server.receive([torch.zeros(2)])
     server.receive([torch.zeros(3)])
-    with pytest.raises(ValueError, match="at least 2 users, got 1"):
-        server.step()
-    with pytest.raises(ValueError, match="closure"):
-        server.step(lambda: 0.0)
-    with pytest.raises(ValueError, match="lr must be positive"):
-        LocalSGDOL([x], lr=0.0)
-    with pytest.raises(ValueError, match="momentum must be in"):
-        LocalSGDOL([x], lr=1.0, momentum=1.0)
-    with pytest.raises(ValueError, match="max_grad_norm"):
-        randomize([x], max_grad_norm=-1.0, noise_multiplier=1.0)
+    for call, message in (
+        (server.step, "at least 2 users, got 1"),
+        (lambda: server.step(lambda: 0.0), "closure"),
+        (lambda: LocalSGDOL([x], lr=0.0), "lr must be positive"),
+        (lambda: LocalSGDOL([x], lr=1.0, momentum=1.0), "momentum must be in"),
+        (lambda: randomize([x], max_grad_norm=-1.0, noise_multiplier=1.0), "max_grad_norm"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -162,16 +162,9 @@ def test_the_weights_are_those_of_a_loop_by_hand(source, momentum):
     expected, played = by_hand(source, momentum)
     torch.testing.assert_close(trained, expected, rtol=1e-9, atol=1e-12)
     assert optimizer.diagnostics()["multiplier"] == pytest.approx(played[-1], rel=1e-9)
+    assert float(optimizer.param_groups[0]["step_size"]) == pytest.approx(LR * played[-1])
     assert optimizer.diagnostics()["updates"] == len(played)
     assert min(played) < 0.95  # the step was learned, not kept
-
-
-@every_source
-def test_the_step_size_in_the_group_is_the_base_rate_times_the_multiplier(source):
-    model, optimizer, loader, _ = private(source)
-    train(model, optimizer, loader)
-    multiplier = optimizer.diagnostics()["multiplier"]
-    assert float(optimizer.param_groups[0]["step_size"]) == pytest.approx(LR * multiplier)
 
 
 @every_source
@@ -185,44 +178,26 @@ def test_epsilon_is_that_of_plain_dp_sgd(source, poisson):
     assert engine.get_epsilon(1e-5) == plain_engine.get_epsilon(1e-5)
 
 
-@pytest.mark.parametrize("source", ["variance", "past"])
-def test_the_first_release_is_the_one_of_plain_dp_sgd(source):
-    """The first multiplier is 1 and the first direction is the release: the same noise gives the same first step."""
-    model, optimizer, loader, _ = private(source)
-    plain_model, plain, plain_loader, _ = private(None)
-    step(model, optimizer, *next(iter(loader)))
-    step(plain_model, plain, *next(iter(plain_loader)))
-    torch.testing.assert_close(weights(model), weights(plain_model), rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("source", ["variance", "past", "pairs"])
-def test_virtual_steps_change_nothing(source):
-    model, optimizer, loader, _ = private(source)
-    whole = train(model, optimizer, loader)
-    model, optimizer, loader, engine = private(source)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as parts:
-        split = train(model, optimizer, parts)
-    torch.testing.assert_close(split, whole, rtol=1e-9, atol=1e-12)
-    assert sum(steps for _, _, steps in engine.accountant.history) == 2 * SAMPLES // BATCH
-
-
-@pytest.mark.parametrize("source", ["variance", "past", "pairs"])
-def test_opacus_tools_may_be_given_the_optimizer_that_is_wrapped(source):
+def test_virtual_steps_change_nothing_also_where_opacus_tools_are_given_the_optimizer_that_is_wrapped(source):
     """The noise stayed what it was, and every physical batch was a step of its own: 37 instead of 8."""
     found = []
-    for given in ("wrapped", "itself"):
+    for told in ("whole", "wrapped", "itself"):
         model, plain, loader, engine = private()
         early = ExponentialNoise(plain, gamma=0.5)
         optimizer = PrivateSGDOL(plain, source=source)
-        told = plain if given == "wrapped" else optimizer
-        late = ExponentialNoise(told, gamma=0.5)
-        for scheduler in (early, late):
+        given = plain if told == "wrapped" else optimizer
+        for scheduler in (early, ExponentialNoise(given, gamma=0.5)):
             scheduler.step()
         assert optimizer.noise_multiplier == SIGMA / 4
-        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=told) as parts:
+        if told == "whole":
+            found.append(train(model, optimizer, loader))
+            continue
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=given) as parts:
             found.append(train(model, optimizer, parts))
         assert sum(steps for _, _, steps in engine.accountant.history) == 2 * SAMPLES // BATCH
-    assert torch.equal(*found)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+    assert torch.equal(*found[1:])
 
 
 def test_virtual_steps_of_halves_add_up_to_one_release():
@@ -250,19 +225,6 @@ def test_an_empty_poisson_batch_is_a_release_of_noise():
         torch.testing.assert_close(weights(model), before, rtol=0, atol=0)
 
 
-def test_a_sample_less_changes_one_of_the_halves_by_at_most_the_clipping_norm():
-    sums = []
-    for rows in (BATCH, BATCH - 1):  # the last sample is left out; the coins of the others are the same
-        model, optimizer, _, _ = private("halves")
-        x, y = dataset()[:rows]
-        cross_entropy(model(x), y).backward()
-        optimizer.clip_and_accumulate()
-        sums.append(torch.cat([p.summed_grad.reshape(2, -1) for p in model.parameters()], 1))
-    change = (sums[0] - sums[1]).norm(dim=1)
-    assert sorted((change > 1e-9).tolist()) == [False, True]
-    assert float(change.max()) <= CLIP * (1 + 1e-9)
-
-
 def repeated_signal(source, clip, releases, momentum=0.0):
     """Mean and standard error of u at one point under Poisson sampling by hand, and the exact ||G||^2."""
     rate = BATCH / SAMPLES
@@ -287,23 +249,20 @@ def repeated_signal(source, clip, releases, momentum=0.0):
 # Five standard errors: a false alarm in a million for a normal mean, and the seeds are fixed.
 
 
-def test_the_signal_of_pairs_has_the_right_mean():
-    mean, error, exact = repeated_signal("pairs", CLIP, 1600)
+def test_the_signals_of_pairs_and_halves_have_the_right_mean():
+    """That of halves up to C^2/n."""
+    mean, error, exact = repeated_signal("pairs", CLIP, 800)
     assert abs(mean - exact) < 5 * error
-
-
-def test_the_signal_of_halves_has_the_right_mean_up_to_the_clipping_norm_squared_over_n():
-    mean, error, exact = repeated_signal("halves", CLIP, 800)
+    mean, error, exact = repeated_signal("halves", CLIP, 400)
     assert exact - CLIP**2 / SAMPLES - 5 * error < mean < exact + 5 * error
 
 
 def test_the_signal_of_the_variance_is_never_too_large_and_exact_where_everything_is_clipped():
-    rate = BATCH / SAMPLES
-    mean, error, exact = repeated_signal("variance", 1e-2, 800)  # every sample is clipped
-    # The bound on the sampling noise counts (B + 1) C^2/B^2 for (1 - q) C^2/B.
-    slack = 1e-4 * ((BATCH + 1) / BATCH**2 - (1 - rate) / BATCH)
+    """The bound on the sampling noise counts (B + 1) C^2/B^2 for (1 - q) C^2/B."""
+    slack = 1e-4 * ((BATCH + 1) / BATCH**2 - (1 - BATCH / SAMPLES) / BATCH)
+    mean, error, exact = repeated_signal("variance", 1e-2, 400)  # every sample is clipped
     assert abs(mean + slack - exact) < 5 * error
-    mean, error, exact = repeated_signal("variance", 10.0, 800)  # none is
+    mean, error, exact = repeated_signal("variance", 10.0, 400)  # none is
     assert mean < exact + 5 * error
 
 
@@ -443,6 +402,7 @@ def by_samples(source, batches):
     optimizer = release(torch.optim.SGD([p], lr=0.5), source, **NOISELESS, generator=stream(0))
     for batch in batches:
         step_on_samples(optimizer, batch)
+    assert optimizer.diagnostics()["skipped"] == 0  # what is skipped tells of the data
     return p.detach()
 
 
@@ -472,53 +432,6 @@ def test_a_release_that_is_not_finite_is_skipped_and_forgotten(source):
         step_on_samples(optimizer, [[1.0, 2.0], [0.5, 0.5]])
     assert p.isfinite().all()
     assert optimizer.diagnostics()["skipped"] == 1
-
-
-# A record whose features are finite and whose gradient is not: logits of 3e38 times a weight overflow in float32.
-OVERFLOWING = torch.full((1, FEATURES), 3e38)
-
-
-def attacked(source, *, member):
-    """What an attacker sees of 40 releases at epsilon 0.12: diagnostics and weights, with or without the record."""
-    torch.manual_seed(3)
-    stream = torch.Generator().manual_seed(1)
-    x = torch.randn(SAMPLES, FEATURES, generator=stream)
-    y = (x.sum(1) > 0).long()
-    if member:
-        x, y = torch.cat([x, OVERFLOWING]), torch.cat([y, torch.ones(1, dtype=torch.long)])
-    model = torch.nn.Linear(FEATURES, CLASSES)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[2.0], [-2.0]]))  # logits of +-infinity, whose softmax is NaN
-    engine = PrivacyEngine(accountant="rdp")
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=BATCH),
-        noise_multiplier=60.0,
-        max_grad_norm=CLIP,
-    )
-    optimizer = PrivateSGDOL(optimizer, source=source)
-    infinite = 0
-    for _ in range(10):
-        for inputs, targets in loader:
-            cross_entropy(model(inputs), targets).backward()
-            infinite += any(not p.grad_sample.isfinite().all() for p in model.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
-    # Were it otherwise, the attack would test nothing. Opacus 1.6's own optimizer ends with NaN in the weights here.
-    assert (infinite > 0) == member
-    assert engine.get_epsilon(1e-5) < 0.125
-    return optimizer, weights(model)
-
-
-@every_source
-def test_a_record_with_an_infinite_gradient_does_not_show_in_what_may_be_published(source):
-    """The attack: one more finite record made skipped 3 to 4 instead of 0, which noise of any size does not hide."""
-    for member in (False, True):
-        optimizer, trained = attacked(source, member=member)
-        assert optimizer.diagnostics()["skipped"] == 0
-        assert all(math.isfinite(value) for value in optimizer.diagnostics().values())
-        assert trained.isfinite().all()
 
 
 EXTREMES = (0.0, -1.0, 1e-45, 1e19, -2e30, 3e38, math.inf, -math.inf, math.nan)

@@ -56,11 +56,8 @@ def test_code_in_the_readme_is_left_as_it_is(declared):
     assert code.findall(declared().readme) == code.findall((ROOT / "README.md").read_text(encoding="utf-8"))
 
 
-def test_the_version_is_said_once(declared):
+def test_the_version_is_that_of_the_package_the_citation_and_the_changelog():
     assert ProjectMetadata(str(ROOT), PluginManager()).version == sgdol.__version__
-
-
-def test_the_citation_and_the_changelog_are_of_this_version():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == sgdol.__version__
     assert f"## {sgdol.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 

@@ -55,13 +55,11 @@ OPTIONS: dict[str, dict] = {
 """With pairs, every step has one backward of the whole batch, and two steps make an update."""
 
 RUNS = [
-    ("global", "fsdp", "as they are"),
     ("neither momentum nor hindsight", "fsdp", "flat"),
     ("tensor, momentum, averaging", "fsdp", "full"),
     ("pairs, coordinate, momentum", "fsdp", "as they are"),
     ("pairs, rms, hindsight", "fsdp", "plain"),
     ("global", "ddp", "flat"),
-    ("tensor, momentum, averaging", "ddp", "full"),
     ("free, euclidean", "fsdp", "full"),
     ("free, euclidean", "fsdp", "as they are"),
     ("free, rms", "fsdp", "flat"),
@@ -69,7 +67,6 @@ RUNS = [
 ]
 PIECES = ("free, rms", "fsdp", "flat")
 """Each rank measures its piece, so that other numbers of ranks end elsewhere."""
-OTHERS = [run for run in RUNS if run != PIECES]
 
 
 def is_free(name: str) -> bool:

@@ -170,6 +170,23 @@ def by_hand(net, opt, parts, share) -> None:
         one_step(opt, [])
 
 
+def another_forward(net, opt, parts, share) -> None:
+    """A method that only fully_shard knows to be a forward: what each rank had is not seen, so steps are paired."""
+    net.other = lambda x: torch.nn.Sequential.forward(net, x)
+    if isinstance(next(net.parameters()), DTensor):
+        register_fsdp_forward_method(net, "other")
+    for step in range(4):
+        one_step(opt, ((net.other(x) - 1).square().mean() * share for x in parts(step, 0)))
+
+
+def from_one_process(net, opt, parts, share) -> None:
+    """The ordinary load_state_dict, with a state that one process has saved: each rank takes its piece."""
+    opt.load_state_dict(saved_state())
+    assert opt.pending
+    for step in range(STEPS):
+        one_step(opt, (objective(net, x) * share for x in parts(step, 0)))
+
+
 PROGRAMS: dict[str, tuple[Callable, dict]] = {
     "rescaled between": (rescaled_between, {}),
     "rescaled between, coordinate": (rescaled_between, {"granularity": "coordinate"}),
@@ -177,7 +194,11 @@ PROGRAMS: dict[str, tuple[Callable, dict]] = {
     "infinities": (with_infinities, {}),
     "averages": (evaluated, {"averaging": 2, "granularity": "tensor"}),
     "by hand": (by_hand, {}),
+    "another forward": (another_forward, {}),
+    "a state of one process": (from_one_process, {"granularity": "coordinate", "momentum": 0.9}),
 }
+AVERAGED = ("rescaled between, coordinate", "by hand", "another forward", "a state of one process")
+"""Where the mean over the ranks is one gradient."""
 
 
 def run_program(name: str, net, parts, share: float) -> dict:
@@ -201,16 +222,6 @@ def mixed_precision(rank: int, world: int) -> list[torch.Tensor]:
     return copies(net.parameters())
 
 
-def continued(rank: int, world: int, state: dict) -> list[torch.Tensor]:
-    """The ordinary load_state_dict, with a state that one process has saved: each rank takes its piece."""
-    net = shard(model(), "nested", world, {})
-    opt = SGDOL(net.parameters(), lr=0.1, granularity="coordinate", momentum=0.9)
-    opt.load_state_dict(state)
-    for step in range(STEPS):
-        one_step(opt, [objective(net, batches(step, world)[rank])])
-    return copies(net.parameters())
-
-
 def saved_state() -> dict:
     """Of one process, in the middle of a pair."""
     net = model()
@@ -218,17 +229,6 @@ def saved_state() -> dict:
     for step in range(3):
         one_step(opt, [objective(net, torch.cat(batches(50 + step, 2)))])
     return copy.deepcopy(opt.state_dict())
-
-
-def another_forward(rank: int, world: int) -> dict:
-    """A method that only fully_shard knows to be a forward: what each rank had is not seen, so steps are paired."""
-    net = fully_shard(model())
-    net.other = lambda x: torch.nn.Sequential.forward(net, x)
-    register_fsdp_forward_method(net, "other")
-    opt = SGDOL(net.parameters(), lr=0.1)
-    for step in range(4):
-        one_step(opt, [(net.other(batches(step, world)[rank]) - 1).square().mean()])
-    return {"params": copies(net.parameters()), "report": opt.diagnostics()["gradients"]}
 
 
 def refused(rank: int, world: int) -> dict[str, str]:
@@ -273,15 +273,13 @@ def side_by_side(rank: int, world: int) -> list[torch.Tensor]:
     return copies(params)
 
 
-def everything(rank: int, world: int, state: dict) -> dict[str, Any]:
+def everything(rank: int, world: int) -> dict[str, Any]:
     done = {name: train(rank, world, **case) for name, (case, _) in CASES[world].items()}
     if world == 2:
         for name in PROGRAMS:
-            net = shard(model(), "nested", world, {})
+            net = shard(model(), "flat" if name == "another forward" else "nested", world, {})
             done[name] = run_program(name, net, lambda s, i: [batches(s, 2 * world)[rank + i * world]], 1.0)
         done["mixed"] = mixed_precision(rank, world)
-        done["continued"] = continued(rank, world, state)
-        done["another"] = another_forward(rank, world)
         done["refused"] = refused(rank, world)
         done["side by side"] = side_by_side(rank, world)
     return done
@@ -360,7 +358,7 @@ def expected(world: int, settings: dict, source: str) -> dict:
 @functools.cache
 def results_of(world: int) -> list[dict]:
     """All runs of one world size in one set of processes, once: starting them is what takes the time."""
-    return on_ranks(everything, world, saved_state())
+    return on_ranks(everything, world)
 
 
 @pytest.fixture(params=list(CASES))
@@ -429,8 +427,7 @@ def test_an_update_communicates_a_few_sums_and_nothing_else(results):
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_programs_do_the_same_on_ranks_as_in_one_process(two, name):
     wanted = run_program(name, model(), lambda step, i: batches(step, 4)[2 * i : 2 * i + 2], 0.5)
-    if PROGRAMS[name][1].get("granularity") == "coordinate" or name == "by hand":
-        # Where the mean over the ranks is one gradient.
+    if name in AVERAGED:
         wanted = run_program(name, model(), lambda step, i: [torch.cat(batches(step, 4)[2 * i : 2 * i + 2])], 1.0)
     for rank in two:
         found = rank[name]
@@ -453,28 +450,6 @@ def test_mixed_precision_measures_the_gradients_that_it_reduces(two):
         opt.step()
         opt.zero_grad()
     torch.testing.assert_close(two[0]["mixed"], [p.detach() for p in net.parameters()], rtol=1e-4, atol=1e-5)
-
-
-def test_a_state_of_one_process_is_continued(two):
-    net = model()
-    opt = SGDOL(net.parameters(), lr=0.1, granularity="coordinate", momentum=0.9)
-    opt.load_state_dict(saved_state())
-    assert opt.pending
-    for step in range(STEPS):
-        one_step(opt, [objective(net, torch.cat(batches(step, 2)))])
-    for rank in two:
-        torch.testing.assert_close(rank["continued"], [p.detach() for p in net.parameters()], rtol=1e-10, atol=1e-12)
-
-
-def test_a_forward_that_nobody_announced_makes_pairs(two):
-    net = model()
-    opt = SGDOL(net.parameters(), lr=0.1)
-    for step in range(4):
-        one_step(opt, [(net(torch.cat(batches(step, 2))) - 1).square().mean()])
-    for rank in two:
-        assert rank["another"]["report"] == 2
-        wanted = [p.detach() for p in net.parameters()]
-        torch.testing.assert_close(rank["another"]["params"], wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_partial_parameters_flat_parameters_and_uneven_passes_are_refused(two):

@@ -104,11 +104,3 @@ def test_a_scaled_loss_that_loss_fn_returns_is_refused_and_the_right_line_is_sho
     backward(lambda x: scaler.scale(objective(net, x)), batch(0, dtype=torch.float32))
     with pytest.raises(RuntimeError, match=r"run=lambda loss: scaler\.scale\(loss\)\.backward\(\)"):
         scaler.step(opt)
-
-
-def test_a_grad_scaler_refuses_closures_itself():
-    scaler = torch.amp.GradScaler("cpu")
-    opt = SGDOLFree([nn.Parameter(torch.ones(2))])
-    scaler.scale(torch.ones(1))
-    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-        scaler.step(opt, closure=lambda: None)

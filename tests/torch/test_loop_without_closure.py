@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from loops import batch, both, closure_of, fit, flat, net_closure, objective, plain
+from loops import batch, closure_of, fit, flat, net_closure, objective, plain
 from pairs import pairwise
 from torch import nn
 
@@ -52,15 +52,6 @@ def test_the_run_without_a_closure_is_the_run_with_one_to_the_last_bit(options, 
     for p, q in zip(net.parameters(), other.parameters(), strict=True):
         for name, value in opt.state[p].items():
             assert torch.equal(value, with_closure.state[q][name]), name
-
-
-@both
-def test_the_loop_is_the_same_for_both_optimizers(make):
-    net = plain()
-    opt = make(net.parameters())
-    losses = fit(net, opt, range(200))
-    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
-    assert opt.diagnostics()["gradients"] == 2
 
 
 @pytest.mark.parametrize("closure", [False, True])

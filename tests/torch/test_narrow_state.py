@@ -90,6 +90,7 @@ def test_the_last_step_is_kept_to_the_precision_of_bfloat16(metric):
 # Training -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # a quality of long runs; how numbers are rounded and kept is tested above
 @pytest.mark.parametrize("metric", ["rms", "kronecker"])
 def test_a_small_network_trains_as_well_as_in_float32(metric):
     """The loss of the average over the last 20 of 300 batches, mean of three seeds: within 10 per cent."""

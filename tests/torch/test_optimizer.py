@@ -15,7 +15,6 @@ from loops import (
     feed,
     fit,
     flat,
-    net_closure,
     objective,
     one_step,
     pairs,
@@ -66,21 +65,6 @@ def test_lr_is_that_of_sgd(momentum):
             opt.zero_grad()
         assert float(ours.param_groups[0]["step_size"]) == ours.param_groups[0]["lr"]
         assert a.item() == pytest.approx(b.item(), rel=1e-14)
-
-
-def test_a_cycle_of_rate_and_momentum_is_that_of_sgd():
-    """OneCycleLR moves both. Of a momentum that falls, SGD keeps the sum and SGDOL the average: 3 % of the way."""
-    found = []
-    for kind in (SGDOL, torch.optim.SGD):
-        x = scalar()
-        opt = kind([x], lr=0.001, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.002, total_steps=100)
-        for _ in range(90):
-            one_step(opt, ((x + 0.1 * sign * x).div(2) for sign in (-1, 1)))
-            schedule.step()
-        found.append(x.item() - 1)
-    assert found[0] == pytest.approx(found[1], rel=0.03)
-    assert found[0] < -0.5
 
 
 def test_a_weight_decay_takes_away_what_that_of_sgd_does():
@@ -227,17 +211,6 @@ def test_a_tensor_that_joins_later_is_measured_by_its_own_gradient_over_those_of
 # Where gradients come from --------------------------------------------------------------------------------------------
 
 
-def test_one_backward_per_step_holds_the_first_and_updates_at_the_second():
-    net = plain()
-    opt, before = SGDOL(net.parameters(), lr=0.1), flat(net.parameters())
-    pairs(net, opt, [0])
-    assert opt.pending
-    assert torch.equal(before, flat(net.parameters()))
-    pairs(net, opt, [1])
-    assert not opt.pending
-    assert not (before == flat(net.parameters())).any()
-
-
 @pytest.mark.parametrize("zero", [True, False])
 def test_a_closure_is_called_once_and_its_gradient_held_if_it_is_the_only_one(zero):
     """As torch.optim calls it: a closure evaluates the batch of the moment, however often it is called."""
@@ -260,18 +233,6 @@ def test_a_closure_is_called_once_and_its_gradient_held_if_it_is_the_only_one(ze
         a.zero_grad()
     pairs(other, b, range(6))
     assert torch.equal(flat(one.parameters()), flat(other.parameters()))
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_a_closure_is_called_once_if_it_has_two_backward_passes_or_completes_a_pair(parts):
-    net, calls = plain(), []
-    opt = SGDOL(net.parameters(), lr=0.1)
-    if parts == 1:
-        pairs(net, opt, [0])
-    opt.step(net_closure(opt, net, batch(1), parts, lambda: calls.append(None)))
-    assert len(calls) == 1
-    assert not opt.pending
-    assert opt.diagnostics()["updates"] == 1
 
 
 def test_a_pair_whose_shapes_differ_is_refused():
@@ -427,20 +388,6 @@ def test_diagnostics_are_those_of_the_run():
     signal, length = (weights * u).sum(), (weights * n).sum()
     assert found["signal_to_noise"] == pytest.approx(signal / (length - signal))
     assert found["noise_scale"] == pytest.approx(2 * (length - signal) / signal)
-
-
-def test_the_step_size_falls_as_gradients_get_noisy():
-    """Gradients of ||x||^2/2 with noise of variance v: near the minimum nearly all of ||d||^2 is noise."""
-    torch.manual_seed(0)
-    x = torch.nn.Parameter(torch.full((50,), 3.0))
-    opt = SGDOL([x], lr=1.0, momentum=0.0, learner=FTRL())
-    seen = []
-    for _ in range(300):
-        one_step(opt, noisy(x, 1.0))
-        seen.append(float(opt.param_groups[0]["step_size"]))
-    assert seen[0] == 1.0
-    assert seen[-1] < 0.4
-    assert x.detach().square().mean() < 0.2  # plain SGD at lr = 1 hovers at half the noise's variance, 0.5
 
 
 @pytest.mark.parametrize(("momentum", "limit"), [(0.0, 2.0), (0.9, 3.8)])

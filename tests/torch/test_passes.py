@@ -110,16 +110,6 @@ def assert_first_update(opt, *, u: float, n: float, k: int = 2) -> None:
     assert found["signal_to_noise"] == pytest.approx(ratio, rel=1e-12, abs=1e-14)
 
 
-# The loop as it is ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("granularity", ["global", "group", *GRANULARITIES])
-@pytest.mark.parametrize("k", [2, 3])
-def test_every_backward_pass_is_one_contribution(granularity, k):
-    expected = truth(network(), objective, inputs(3 * k), granularity, k=k)
-    assert_equal(trained(network(), objective, inputs(3 * k), granularity, k), expected)
-
-
 def test_the_papers_estimator_refuses_several_backward_passes_per_step():
     net = network()
     opt = optimizer(net, "global", estimator="paper")

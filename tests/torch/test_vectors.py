@@ -44,19 +44,9 @@ BLOCKS = {"global": None, "group": (np.arange(len(TENSORS)) >= sum(SIZES[:CUT]))
 def test_many_small_tensors_and_a_large_one_move_as_the_reference_says(metric, learner, granularity):
     recorded = gradients()
     options = {"learner": FTRL()} if learner == "ftrl" else {}
-    expected = reference.replay(
-        recorded,
-        np.zeros(len(TENSORS)),
-        smoothness=SMOOTHNESS,
-        alpha=None,
-        kappa=10.0 if learner == "measured" else 1.0,
-        estimator="symmetric",
-        momentum=0.9,
-        metric=metric,
-        tensors=TENSORS,
-        blocks=BLOCKS[granularity],
-        learner=learner,
-        bias_correction=learner == "ftrl",
-    )
+    usual = {"smoothness": SMOOTHNESS, "alpha": None, "estimator": "symmetric", "momentum": 0.9, "tensors": TENSORS}
+    of_learner = {"kappa": 1.0 if options else 10.0, "bias_correction": bool(options), "learner": learner}
+    blocks = {"metric": metric, "blocks": BLOCKS[granularity]}
+    expected = reference.replay(recorded, np.zeros(len(TENSORS)), **usual, **of_learner, **blocks)
     found = trained(recorded, metric=metric, granularity=granularity, **options)
     np.testing.assert_allclose(found, expected.iterates[-1], rtol=1e-12, atol=1e-12)

@@ -72,14 +72,8 @@ def by_hand(dataset, steps, accumulate, clip, precision=None):
 def test_the_trainer_takes_the_same_steps_as_a_loop_by_hand(tmp_path, dataset, assert_same, accumulate, precision):
     model = build()
     opt = noise_averse(model.parameters())
-    args = arguments(
-        tmp_path,
-        num_train_epochs=1,
-        gradient_accumulation_steps=accumulate,
-        max_grad_norm=0.2,
-        bf16=precision == "bf16",
-        train_sampling_strategy="sequential",
-    )
+    asked = {"num_train_epochs": 1, "gradient_accumulation_steps": accumulate, "max_grad_norm": 0.2}
+    args = arguments(tmp_path, **asked, bf16=precision == "bf16", train_sampling_strategy="sequential")
     trainer = train(model, opt, args, dataset)
     steps = 12 // accumulate
     hand, hand_opt, step_sizes = by_hand(dataset, steps, accumulate, 0.2, precision)
@@ -126,57 +120,3 @@ def test_the_trainer_makes_the_optimizer_itself_from_the_class(tmp_path, dataset
     assert [(bool(group["params"]), group["weight_decay"]) for group in opt.param_groups] == [(True, 0.01), (False, 0)]
     assert logged(trainer, "sgdol/gradients") == [2, 2, 2, 2]
     assert min(logged(trainer, "sgdol/step_size")) > 0
-
-
-def test_the_default_schedule_lowers_the_step_size_by_moving_lr(tmp_path, dataset):
-    """What the documentation says of it: the step size is lr, which falls to 0, times what is learned."""
-    model = build()
-    opt = noise_averse(model.parameters(), alpha=1e9)  # holds on to lr: the multiplier stays 1
-    args = arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2, lr_scheduler_type="linear")
-    trainer = train(model, opt, args, dataset)
-    assert logged(trainer, "sgdol/step_size") == pytest.approx([0.5, 0.375, 0.25, 0.125], rel=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore:SGDOL was given the same gradient twice")  # it is, to have no noise
-@pytest.mark.parametrize("counts", [(6, 6), (3, 9), (2, 4, 12)])
-def test_unequal_token_counts_make_the_signal_too_small_by_a_known_factor(tmp_path, counts):
-    """u has mean (1 - c^2/(k-1)) ||grad f||^2 for weights with coefficient of variation c: exact without noise.
-
-    All sequences are the same and differ only in how many of their tokens count, on a model whose loss is the same for
-    every token (its output is 0 for all words but for a bias, so that all tokens with the same label have the same
-    gradient).
-    """
-    model = language_model(vocab_size=4, n_positions=13, n_embd=4, n_head=1)
-    bias = torch.nn.Parameter(torch.tensor([0.3, -0.2, 0.1, 0.0]))
-    model.requires_grad_(False)
-    model.lm_head = _Bias(bias)
-    rows = [
-        {"input_ids": torch.ones(13, dtype=torch.long), "labels": torch.tensor([-100] * (13 - n) + [1] * n)}
-        for n in counts
-    ]
-    k = len(counts)
-    opt = noise_averse([bias], lr=0.1)
-    args = arguments(
-        tmp_path,
-        max_steps=1,
-        gradient_accumulation_steps=k,
-        per_device_train_batch_size=1,
-        max_grad_norm=0.0,
-        train_sampling_strategy="sequential",
-    )
-    train(model, opt, args, rows)
-    found = opt.diagnostics()
-    assert found["gradients"] == k
-    weights = torch.tensor(counts, dtype=torch.float64) / sum(counts)
-    variation = weights.var(correction=0) / weights.mean() ** 2
-    signal, length = opt.param_groups[0]["totals"][3:5].tolist()
-    assert signal / length == pytest.approx(1 - variation.item() / (k - 1), rel=1e-5)  # float32 gradients
-
-
-class _Bias(torch.nn.Module):
-    def __init__(self, bias):
-        super().__init__()
-        self.bias = bias
-
-    def forward(self, hidden):
-        return self.bias.expand(*hidden.shape[:-1], 4)

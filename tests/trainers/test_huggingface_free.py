@@ -241,18 +241,3 @@ def test_a_last_batch_of_a_single_sample_is_left_out(tmp_path, words):
     with pytest.warns(UserWarning, match="a batch of a single sample is a single gradient"):
         trainer.train()
     assert opt.diagnostics()["updates"] == 1
-
-
-def test_the_optimizer_may_be_given_by_its_class(tmp_path, words):
-    trainer = Trainer(
-        language_model(),
-        arguments(tmp_path, max_steps=4, weight_decay=0.1),
-        train_dataset=words,
-        optimizer_cls_and_kwargs=(SGDOLFree, {}),
-    )
-    trainer.train()
-    inner = trainer.optimizer.optimizer
-    assert inner.diagnostics()["updates"] == 4
-    assert [group["weight_decay"] for group in inner.param_groups] == [0.1, 0.0]
-    assert logged(trainer, "learning_rate") == [1.0] * 4  # a multiplier of the step size
-    assert min(logged(trainer, "sgdol/step_size/0")) > 0

@@ -1,8 +1,7 @@
 """A resumed run is the uninterrupted one, with every trainer: weights, buffers, optimizer and history, to the last bit.
 
 Runs stop in the middle of a pair and between two, within an epoch and at its end, with accumulated batches and with
-batches that are split, which SGDOLFree ("free") and SGDOL with averages ("base") train at the average. (Of these
-with Accelerate, see ``test_accelerate.py``, which also looks at what is saved.)
+batches that are split, which SGDOLFree ("free") and SGDOL with averages ("base") train at the average.
 """
 
 from dataclasses import dataclass
@@ -10,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_accelerate
 import test_lightning
 import torch
-from accelerate import Accelerator
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
-from trainer_problems import BATCH, BATCHES, Loader, arguments, build, language_model, make, noise_averse
+from trainer_problems import BATCHES, Loader, arguments, language_model, make, noise_averse
 
-from sgdol.trainers import accelerate, lightning
+from sgdol.trainers import lightning
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:SGDOL got one backward",  # pairs of batches are among what is resumed
@@ -60,32 +57,17 @@ def by_lightning(folder, digits, kind, accumulate, stop=None, resume=None) -> Ru
 
 
 def by_accelerate(folder, digits, kind, accumulate, stop=None, resume=None) -> Run:
-    """A training program; random numbers depend on the number of the batch alone, as batches do."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
-    net = build()
-    opt = optimizer(kind, net.parameters())
-    samples = TensorDataset(digits[0][: BATCHES * BATCH], digits[1][: BATCHES * BATCH])
-    model, prepared, loader = accelerator.prepare(net, opt, DataLoader(samples, batch_size=BATCH))
-    monitor = accelerate.StepSizeMonitor(accelerator, every=1)
-    accelerator.register_for_checkpointing(monitor)
-    start = 0
+    """Random numbers depend on the number of the batch alone, as batches do."""
+    run, start = test_accelerate.Run(digits, kind, accumulate), 0
     if resume:
-        accelerator.load_state(resume / "stopped")
+        run.accelerator.load_state(resume / "stopped")
         start = int((resume / "place").read_text())
     end = (stop or BATCHES // accumulate) * accumulate
-    for number, batch in enumerate(accelerator.skip_first_batches(loader, start), start=start):
-        if number == end:
-            break
-        torch.manual_seed(number)
-        with accelerator.accumulate(model):
-            accelerator.backward(cross_entropy(model(batch[0]), batch[1]))
-            prepared.step()
-            prepared.zero_grad()
-            monitor(prepared)
+    run.train(start, end)
     if stop:
-        accelerator.save_state(folder / "stopped")
+        run.accelerator.save_state(folder / "stopped")
         (folder / "place").write_text(str(end))
-    return Run(model, opt, monitor.history)
+    return Run(run.model, run.opt, run.monitor.history)
 
 
 def by_huggingface(folder, digits, kind, accumulate, stop=None, resume=None) -> Run:
@@ -127,6 +109,8 @@ CASES = [
     (by_lightning, "base", 1, 12),
     (by_accelerate, "whole", 1, 5),
     (by_accelerate, "whole", 3, 2),
+    (by_accelerate, "free", 1, 7),
+    (by_accelerate, "base", 1, 7),
     (by_huggingface, "whole", 1, 5),
     (by_huggingface, "whole", 2, 3),
     (by_huggingface, "free", 1, 14),
