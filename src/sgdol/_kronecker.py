@@ -169,10 +169,7 @@ class Kronecker(RMS):
         rows, columns = matrix[:, 0], matrix[0, :]
         left = rows[:, None] * rows[None, :turns_rows] if turns_rows else ()
         right = columns[:, None] * columns[None, :turns_columns] if turns_columns else ()
-        left_basis, right_basis = (
-            () if _absent(side) else (in_blocks(side) + _identity(side)).reshape(side.shape) for side in (left, right)
-        )
-        return Factors(left, right, left_basis, right_basis, rows, columns, (), 0.0, 0.0)
+        return Factors(left, right, _first_basis(left), _first_basis(right), rows, columns, (), 0.0, 0.0)
 
     def mean_square(self, state: Factors, gradient: Array) -> Array:  # type: ignore[override]
         """The mean over the tensor of the weighted mean of squares, or of the present ones if there is no past."""
@@ -280,6 +277,11 @@ def _turn(factor: Array, basis: Array, first: Any) -> tuple[Array, Array]:
 
     new = _choose(first, decomposed, iterated)
     return new.reshape(shape), (basis.mT @ new).reshape(shape)
+
+
+def _first_basis(factor: Array) -> Array:
+    """That of a factor of 0, before any update: an identity in each block."""
+    return () if _absent(factor) else (in_blocks(factor) + _identity(factor)).reshape(factor.shape)
 
 
 def _added(factor: Array, decay: float, rows: Array) -> Array:
