@@ -70,6 +70,25 @@ def test_d_is_that_of_the_reference(make, past):
     np.testing.assert_allclose(np.concatenate(flat), D @ g, rtol=1e-10, atol=1e-10)
 
 
+def test_a_side_of_more_than_256_is_rotated_in_equal_blocks(make):
+    """A side of 258 in two of 129: columns as in the reference, and rows as the columns of the transposed matrix."""
+    metric, recorded = Kronecker(), np.random.default_rng(4).normal(size=(4, 2, 258)) * np.logspace(0, 1, 258)
+    one, other = metric.initial(make(np.zeros((33, 258)))), metric.initial(make(np.zeros((258, 33))))
+    state, many = metric.initial(make(np.zeros((2, 258)))), np.random.default_rng(5).normal(size=(4, 33, 258))
+    for g, rows in zip(recorded[:3], many[:3], strict=True):
+        state = metric.observe(state, make(g))
+        one, other = metric.observe(one, make(rows)), metric.observe(other, make(rows.T.copy()))
+    assert state.right_basis.shape == other.left_basis.shape == (258, 129)
+    mean = metric.mean_square(state, make(recorded[3]))
+    found = np.asarray(metric.operator(state, Means(mean, mean)).sharp(make(recorded[3])))
+    D, _ = kronecker(recorded[:3].reshape(3, -1), recorded[3].reshape(-1), [(2, 258)])
+    np.testing.assert_allclose(found.reshape(-1), np.linalg.solve(D, recorded[3].reshape(-1)), rtol=1e-5)
+    means = Means(metric.mean_square(one, make(many[3])), 1.0)
+    sharp = np.asarray(metric.operator(one, means).sharp(make(many[3])))
+    transposed = np.asarray(metric.operator(other, means).sharp(make(many[3].T.copy())))
+    np.testing.assert_allclose(sharp, transposed.T, rtol=1e-5)
+
+
 def test_eigenvectors_are_determined_also_where_a_factor_is_zero(make):
     """Of one gradient of 2 x 9, the 9 x 9 factor has 7 eigenvalues of 0: libraries would choose their own vectors."""
     g, metric = np.random.default_rng(3).normal(size=(2, 9)), Kronecker()

@@ -19,6 +19,10 @@ Array = Any
 
 LONGEST = 512
 """A side of a matrix with more entries is not rotated: its factor would cost more than the gradient."""
+BLOCK = 256
+"""A side with more entries is rotated in equal blocks, of which each costs as much as a side of its own..."""
+SMALLEST = 64
+"""...unless they would have to be smaller than this."""
 TALLEST = 8
 """Rows are not rotated where there are more than this many times as many rows as columns, as in embeddings."""
 RIDGE = 1e-4
@@ -32,11 +36,11 @@ class Factors(NamedTuple):
     """What the Kronecker metric remembers of one tensor; () for what a tensor does not have."""
 
     left: Array
-    """L, the weighted sum of G G^T, of a matrix whose rows are rotated..."""
+    """L, the weighted sum of G G^T, of a matrix whose rows are rotated: its diagonal blocks, one below the other..."""
     right: Array
     """...and R, that of G^T G, of one whose columns are."""
     left_basis: Array
-    """Q_L, whose columns are nearly the eigenvectors of L..."""
+    """Q_L, whose columns are nearly the eigenvectors of L, in the same blocks..."""
     right_basis: Array
     """...and Q_R."""
     rows: Array
@@ -83,15 +87,37 @@ class Rotated:
 
 
 def rotate(matrix: Array, left: Array, right: Array) -> Array:
-    """Q_L^T X Q_R."""
-    matrix = matrix if _absent(left) else left.mT @ matrix
-    return matrix if _absent(right) else matrix @ right
+    """Q_L^T X Q_R, where the diagonal blocks of Q_L and Q_R lie one below the other; () for an identity."""
+    matrix = matrix if _absent(left) else (in_blocks(left).mT @ cut_rows(matrix, left)).reshape(matrix.shape)
+    return matrix if _absent(right) else _joined(cut_columns(matrix, right) @ in_blocks(right), matrix)
 
 
 def rotate_back(matrix: Array, left: Array, right: Array) -> Array:
     """Q_L X Q_R^T."""
-    matrix = matrix if _absent(left) else left @ matrix
-    return matrix if _absent(right) else matrix @ right.mT
+    matrix = matrix if _absent(left) else (in_blocks(left) @ cut_rows(matrix, left)).reshape(matrix.shape)
+    return matrix if _absent(right) else _joined(cut_columns(matrix, right) @ in_blocks(right).mT, matrix)
+
+
+def in_blocks(side: Array) -> Array:
+    """The blocks of a factor, of a basis or of its change, as a stack; a single block as it is."""
+    return cut_rows(side, side)
+
+
+def cut_rows(matrix: Array, side: Array) -> Array:
+    """The rows of each block of a side, as a stack; of a side with a single block the matrix itself."""
+    n, size = side.shape[-2:]
+    return matrix if n == size else matrix.reshape((*matrix.shape[:-2], n // size, size, matrix.shape[-1]))
+
+
+def cut_columns(matrix: Array, side: Array) -> Array:
+    """The columns of each block of a side, as a stack; of a side with a single block the matrix itself."""
+    n, size = side.shape[-2:]
+    return matrix if n == size else matrix.reshape((*matrix.shape[:-1], n // size, size)).swapaxes(-3, -2)
+
+
+def _joined(stack: Array, like: Array) -> Array:
+    """The matrix whose columns :func:`cut_columns` cut."""
+    return stack if stack.ndim == like.ndim else stack.swapaxes(-3, -2).reshape(like.shape)
 
 
 @dataclass(frozen=True)
@@ -111,9 +137,11 @@ class Kronecker(RMS):
         a \leftarrow (P \circ P)^\top a, \quad P = Q_{L,\text{old}}^\top Q_{L,\text{new}},
 
     with the columns in the order of :math:`q^\top L q`, and the same for R. E is diagonal with entries from 1 to 2, so
-    that eigenvectors are determined, up to their signs, also where L is 0. A side longer than 512 is not rotated, and
-    neither are the rows of a matrix with more than 8 times as many rows as columns. The first update has D constant in
-    each tensor. Memory: :math:`2 (n^2 + m^2)` for a matrix. Leading dimensions of the state's arrays are a batch.
+    that eigenvectors are determined, up to their signs, also where L is 0. Of a side longer than 256, which can be cut
+    into equal parts of 64 to 256, L is only the blocks on the diagonal, each with n, trace and E of its own, one below
+    the other in the state, and so is the basis. A side longer than 512 is not rotated, and neither are the rows of a
+    matrix with more than 8 times as many rows as columns. The first update has D constant in each tensor. Memory: at
+    most :math:`2 (n^2 + m^2)` for a matrix. Leading dimensions of the state's arrays are a batch.
 
     Args:
         decay: b in (0, 1], as in :class:`RMS`.
@@ -139,10 +167,9 @@ class Kronecker(RMS):
             return Factors((), (), (), (), (), (), zero, 0.0, 0.0)
         matrix = zero.reshape(zero.shape[0], math.prod(zero.shape[1:]))
         rows, columns = matrix[:, 0], matrix[0, :]
-        left = rows[:, None] * rows[None, :] if turns_rows else ()
-        right = columns[:, None] * columns[None, :] if turns_columns else ()
-        left_basis, right_basis = (() if _absent(side) else side + _identity(side) for side in (left, right))
-        return Factors(left, right, left_basis, right_basis, rows, columns, (), 0.0, 0.0)
+        left = rows[:, None] * rows[None, :turns_rows] if turns_rows else ()
+        right = columns[:, None] * columns[None, :turns_columns] if turns_columns else ()
+        return Factors(left, right, _first_basis(left), _first_basis(right), rows, columns, (), 0.0, 0.0)
 
     def mean_square(self, state: Factors, gradient: Array) -> Array:  # type: ignore[override]
         """The mean over the tensor of the weighted mean of squares, or of the present ones if there is no past."""
@@ -179,8 +206,8 @@ class Kronecker(RMS):
         xp = namespace(g)
         h = rotate(g, state.left_basis, state.right_basis)
         new = state._replace(
-            left=() if _absent(state.left) else self.decay * state.left + g @ g.mT,
-            right=() if _absent(state.right) else self.decay * state.right + g.mT @ g,
+            left=_added(state.left, self.decay, g),
+            right=_added(state.right, self.decay, g.mT),
             rows=self.decay * state.rows + xp.sum(h * h, axis=-1),
             columns=self.decay * state.columns + xp.sum(h * h, axis=-2),
             weight=self.decay * state.weight + 1,
@@ -189,10 +216,23 @@ class Kronecker(RMS):
         return _choose(is_due(count), lambda: renewed(new)[0], lambda: new)
 
 
-def sides(shape: tuple[int, ...]) -> tuple[bool, bool]:
-    """Whether the rows of a tensor of this shape are rotated, and whether its columns are."""
+def sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The size of the blocks of rows and of columns of a tensor of this shape; 0 for a side that is not rotated."""
     n, m = shape[0] if len(shape) >= 2 else 1, math.prod(shape[1:])
-    return min(n, m) >= 2 and n <= min(LONGEST, TALLEST * m), min(n, m) >= 2 and m <= LONGEST
+    if min(n, m) < 2:
+        return 0, 0
+    return _block(n) if n <= TALLEST * m else 0, _block(m)
+
+
+def _block(length: int) -> int:
+    """The size of the equal blocks of a side of this length.
+
+    >>> [_block(n) for n in (2, 256, 257, 384, 511, 512, 513)]
+    [2, 256, 257, 192, 73, 256, 0]
+    """
+    if length > LONGEST:
+        return 0
+    return next((size for size in range(min(length, BLOCK), SMALLEST - 1, -1) if length % size == 0), length)
 
 
 def following(count: Any) -> Any:
@@ -207,18 +247,19 @@ def is_due(count: Any) -> Any:
 
 def renewed(state: Factors) -> tuple[Factors, Array, Array]:
     """The state after a refresh, and the changes P = Q_old^T Q_new of both bases; () for a side that is not rotated."""
-    total = namespace(state.rows).sum(state.rows, axis=-1)[..., None, None]  # tr L = tr R
-    left_basis, left = _turn(state.left, state.left_basis, total, state.count == 1)
-    right_basis, right = _turn(state.right, state.right_basis, total, state.count == 1)
+    left_basis, left = _turn(state.left, state.left_basis, state.count == 1)
+    right_basis, right = _turn(state.right, state.right_basis, state.count == 1)
     rows, columns = _turned_sums(state.rows, left), _turned_sums(state.columns, right)
     return state._replace(left_basis=left_basis, right_basis=right_basis, rows=rows, columns=columns), left, right
 
 
-def _turn(factor: Array, basis: Array, trace: Array, first: Any) -> tuple[Array, Array]:
+def _turn(factor: Array, basis: Array, first: Any) -> tuple[Array, Array]:
     """The basis of one side after a refresh, and its change."""
     if _absent(factor):
         return (), ()
+    shape, factor, basis = factor.shape, in_blocks(factor), in_blocks(basis)
     xp, n = namespace(factor), factor.shape[-1]
+    trace = xp.linalg.trace(factor)[..., None, None]
     scale = where(trace > 0, trace, 1.0)
     # Different entries on the ridge: where the factor is 0, any basis would do, and libraries choose different ones.
     ridge = xp.arange(n + 1, 2 * n + 1, dtype=factor.dtype, **_device(factor)) * (RIDGE / n**2)
@@ -228,16 +269,35 @@ def _turn(factor: Array, basis: Array, trace: Array, first: Any) -> tuple[Array,
 
     def iterated() -> Array:
         image = factor @ basis / scale + ridge[:, None] * basis
-        order = xp.argsort(xp.sum(basis * image, axis=-2), axis=-1, descending=True)[..., None, :]
-        return xp.linalg.qr(xp.take_along_axis(image, xp.broadcast_to(order, image.shape), axis=-1))[0]
+        order = xp.argsort(xp.sum(basis * image, axis=-2), axis=-1, descending=True)
+        # Columns of all matrices as rows of one: whole rows are taken much faster than single numbers along an axis.
+        first_of_each = n * xp.arange(math.prod(order.shape[:-1]), **_device(factor))[:, None]
+        columns = xp.take(image.mT.reshape(-1, n), (order.reshape(-1, n) + first_of_each).reshape(-1), axis=0)
+        return xp.linalg.qr(columns.reshape(image.shape).mT)[0]
 
     new = _choose(first, decomposed, iterated)
-    return new, basis.mT @ new
+    return new.reshape(shape), (basis.mT @ new).reshape(shape)
+
+
+def _first_basis(factor: Array) -> Array:
+    """That of a factor of 0, before any update: an identity in each block."""
+    return () if _absent(factor) else (in_blocks(factor) + _identity(factor)).reshape(factor.shape)
+
+
+def _added(factor: Array, decay: float, rows: Array) -> Array:
+    """A factor after a gradient, whose rows are those of its side."""
+    if _absent(factor):
+        return ()
+    g = cut_rows(rows, factor)
+    return decay * factor + (g @ g.mT).reshape(factor.shape)
 
 
 def _turned_sums(sums: Array, change: Array) -> Array:
     """The sums of one side's squares in the new basis."""
-    return sums if _absent(change) else (sums[..., None, :] @ (change * change))[..., 0, :]
+    if _absent(change):
+        return sums
+    change = in_blocks(change)
+    return (sums.reshape((*change.shape[:-2], 1, change.shape[-1])) @ (change * change)).reshape(sums.shape)
 
 
 def _outer(state: Factors) -> Array:

@@ -71,18 +71,29 @@ def _weighted_squares(gradients: list[Matrix], shape: tuple[int, ...], size: int
         if t in (1, 2, 4, 8) or t % 10 == 0:
             if left:
                 L = np.sum([0.99 ** (t - 1 - j) * g @ g.T for j, g in enumerate(seen)], axis=0)
-                P = _basis(L, Q, first=t == 1)
+                P = _bases(L, Q, first=t == 1)
                 v = ((Q.T @ P) ** 2).T @ v
                 Q = P
             if right:
                 L = np.sum([0.99 ** (t - 1 - j) * g.T @ g for j, g in enumerate(seen)], axis=0)
-                P = _basis(L, R, first=t == 1)
+                P = _bases(L, R, first=t == 1)
                 v = v @ (R.T @ P) ** 2
                 R = P
     total = v.sum()
     if total > 0:
         v = np.outer(v.sum(1), v.sum(0)) / total
     return np.asarray(np.kron(Q, R), dtype=np.float64), v.reshape(-1)
+
+
+def _bases(factor: Matrix, old: Matrix, first: bool) -> Matrix:
+    """The basis of one side: of each block on the diagonal by itself, where the side is cut into blocks."""
+    n = len(factor)
+    size = next((k for k in range(256, 63, -1) if n % k == 0), n) if n > 256 else n
+    new = np.zeros((n, n))
+    for start in range(0, n, size):
+        block = np.ix_(range(start, start + size), range(start, start + size))
+        new[block] = _basis(factor[block], old[block], first)
+    return new
 
 
 def _basis(factor: Matrix, old: Matrix, first: bool) -> Matrix:

@@ -221,7 +221,7 @@ class Contributions:
         if operator.turns and copies:
             copies = [operator.turned(c) for c in copies]
             if world.alone and self._untouched:
-                operator.cache_turned(grad, sum(copies))
+                operator.cache_turned(grad, sum(copies[1:], copies[0]))
         # In a single process each contribution but the first with the sum of those before it.
         pairs = zip(copies[1:], accumulate(copies), strict=False) if world.alone else zip(copies, copies, strict=True)
         values = [layout.number(e, s, c if operator.is_identity else operator.divided(c), pooled) for c, s in pairs]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sgdol._kronecker import rotate, rotate_back
 from sgdol.torch._vectors import CHUNK, PIECE, Vector, dot, product
 
 __all__ = ["IDENTITY", "Block", "Diagonal", "Opaque", "Operators", "Rated", "Rotated"]
@@ -169,8 +170,7 @@ class Block(NamedTuple):
     start: int
     stop: int
     shape: tuple[int, ...]  # (rows, columns), after the number of matrices if there are several
-    into: tuple[Any, Any]  # (Q_L^T, Q_R) of each matrix: what X is multiplied by from both sides; None for 1
-    back: tuple[Any, Any]  # (Q_L, Q_R^T)
+    bases: tuple[Any, Any]  # (Q_L, Q_R) of each matrix, as :func:`sgdol._kronecker.rotate` takes them
 
     def of(self, x: Tensor) -> Tensor:
         if x.numel() == math.prod(self.shape):
@@ -202,22 +202,19 @@ class Rotated(Operator):
     def turned(self, v: Tensor) -> Tensor:
         if self._cached is not None and self._cached[0] is v and self._cached[1] == v._version:
             return self._cached[2]
-        return self._apply(v, [block.into for block in self._blocks])
+        return self._apply(v, rotate)
 
     def cache_turned(self, v: Tensor, h: Tensor | None) -> None:
         # The version counter of v rises with every write in place, which makes the entry invalid.
         self._cached = None if h is None else (v, v._version, h)
 
     def back(self, h: Tensor) -> Tensor:
-        return self._apply(h, [block.back for block in self._blocks])
+        return self._apply(h, rotate_back)
 
-    def _apply(self, x: Tensor, bases: list[tuple[Any, Any]]) -> Tensor:
+    def _apply(self, x: Tensor, turn: Callable[..., Tensor]) -> Tensor:
         start = self._blocks[0].start
         parts = [x[:start]] if start else []
-        for block, (left, right) in zip(self._blocks, bases, strict=True):
-            part = block.of(x)
-            part = part if left is None else left @ part
-            parts.append(part if right is None else part @ right)
+        parts += [turn(block.of(x), *block.bases) for block in self._blocks]
         return parts[0].reshape(x.shape) if len(parts) == 1 else torch.cat([part.view(-1) for part in parts])
 
     def divided(self, h: Tensor) -> Tensor:

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sgdol._kronecker import following, is_due, renewed, rotate, rotate_back, sides
+from sgdol._kronecker import (
+    cut_rows,
+    following,
+    in_blocks,
+    is_due,
+    renewed,
+    rotate,
+    rotate_back,
+    sides,
+)
 from sgdol._numbers import maximum
 from sgdol.metrics import RMS, AdaGrad, Factors, Kronecker, Means, Metric
 from sgdol.torch._operators import Block, Diagonal, Opaque, Rotated
@@ -225,10 +234,7 @@ class _Batch:
         self._count = parts.count.flatten()[0].item()
         self.tensors = slice(first, first + len(states))
         shape = (*parts.rows.shape, parts.columns.shape[-1])
-        left, right = (basis if isinstance(basis, Tensor) else None for basis in (parts.left_basis, parts.right_basis))
-        into = None if left is None else left.mT, right
-        back = left, None if right is None else right.mT
-        self.block = Block(start, start + math.prod(shape), shape, into, back)
+        self.block = Block(start, start + math.prod(shape), shape, (parts.left_basis, parts.right_basis))
         self._add_up()
 
     def _add_up(self) -> None:
@@ -258,11 +264,14 @@ class _Batch:
         # Only the device knows whether the update counts, and it is not waited for: the count rises in any case.
         self._count = following(self._count)
         parts.count.fill_(self._count)
-        for factor, a in ((parts.left, g), (parts.right, g.mT)):
+        for factor, rows in ((parts.left, g), (parts.right, g.mT)):
             if isinstance(factor, Tensor):  # g g^T and g^T g
-                product_added = factor.addmm_ if factor.dim() == 2 else factor.baddbmm_
                 if isinstance(decay, Tensor):
                     factor.mul_(decay)
+                blocks, a = in_blocks(factor), cut_rows(rows, factor)
+                if blocks.dim() > 2:
+                    blocks, a = blocks.view(-1, *blocks.shape[-2:]), a.reshape(-1, *a.shape[-2:])
+                product_added = blocks.addmm_ if blocks.dim() == 2 else blocks.baddbmm_
                 product_added(a, a.mT, beta=1.0 if isinstance(decay, Tensor) else decay)
         if is_due(self._count):
             after, *changes = renewed(parts._replace(count=self._count))
@@ -324,6 +333,11 @@ def is_diagonal_on(metric: Any, param: Tensor) -> bool:
     return type(metric) in (RMS, AdaGrad)  # a subclass of one's own may have overridden any method
 
 
+def _diagonal(factor: Tensor) -> Tensor:
+    # A view; one row for each block if there are several.
+    return in_blocks(factor).diagonal(dim1=-2, dim2=-1)
+
+
 def blank(metric: Metric, param: Tensor) -> dict[str, Tensor]:
     """The entries that a metric adds to the optimizer's state of a parameter, as they are before any update."""
     piece = real_view(local(param.detach()))
@@ -361,13 +375,14 @@ def carried_over(metric: Metric, param: Tensor, held: dict[str, Any], in_basis: 
         for side, name, sums in (("left", "rows", v.sum(1)), ("right", "columns", v.sum(0))):
             fresh[f"metric.{name}"] = sums
             if f"metric.{side}" in fresh:
-                fresh[f"metric.{side}"] = sums.diag()
+                diagonal = _diagonal(fresh[f"metric.{side}"])
+                diagonal.copy_(sums.view(diagonal.shape))
         return {**rest, **fresh, "metric.weight": parts["metric.weight"]}
     if "metric.rows" in parts and is_sharded(param):
         found, bases = [], []
         for side, name in (("left", "rows"), ("right", "columns")):
             factor = parts.get(f"metric.{side}")
-            found.append(parts[f"metric.{name}"] if factor is None else factor.diagonal())
+            found.append(parts[f"metric.{name}"] if factor is None else _diagonal(factor).reshape(-1))
             bases.append(parts.get(f"metric.{side}_basis", ()))
         shape = len(held["metric.rows"]), len(held["metric.columns"])
         total = found[0].sum().clamp(min=torch.finfo(found[0].dtype).tiny)
