@@ -344,6 +344,7 @@ def test_a_loss_that_grows_a_hundred_times_in_mid_run_goes_on_falling():
 # The guard ------------------------------------------------------------------------------------------------------------
 
 KNOWN = free.State(updates=50, mean_loss=1.0, loss_deviation=0.1, first_loss=1.0, longest=1.0)
+FLAT = 0.0, 0.0, 1.0  # a way along which the gradient is the same
 
 
 def test_the_guard_blames_the_batch_for_its_own_share_of_a_jump():
@@ -356,7 +357,7 @@ def test_the_guard_blames_the_batch_for_its_own_share_of_a_jump():
 
 def test_a_second_rollback_needs_a_better_reason():
     assert free.alarm(KNOWN, 1.5)
-    back = free.roll_back(KNOWN)
+    back = free.roll_back(KNOWN, *FLAT)
     assert not free.alarm(back, 1.5)
     assert free.alarm(back, 1 + 4 * 0.4 + 0.01)  # the square of the penalty, 2
     assert free.alarm(back, np.nan)
@@ -365,8 +366,16 @@ def test_a_second_rollback_needs_a_better_reason():
 def test_the_penalty_of_many_rollbacks_is_bounded():
     state = KNOWN
     for _ in range(7):
-        state = free.roll_back(state)
+        state = free.roll_back(state, *FLAT)
     assert state.penalty == 8
+
+
+@pytest.mark.parametrize(("r", "lesson"), [(0.5, 1.0), (1.5, 1.5), (100.0, 2.0), (np.inf, 2.0)])
+def test_a_rollback_teaches_m_the_curvature_of_the_way_that_is_taken_back(r, lesson):
+    state = KNOWN._replace(smoothness=1.0, first_smoothness=7.0, curvature=0.9, curvature_weight=100.0)
+    back = free.roll_back(state, 3 * r, 3 * r, 3.0)
+    assert back.smoothness == lesson
+    assert (back.first_smoothness, back.curvature_weight) == ((0.0, 51**0.5) if r > 1 else (7.0, 100.0))
 
 
 def test_curvature_counts_as_at_most_four_times_m():

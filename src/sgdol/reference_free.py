@@ -165,6 +165,13 @@ def sgdol_free(
             evaluations += 1
             fine = isfinite(fs) and np.isfinite(there).all()
             if fine and (not isfinite(fx) or fx - fs > max(2 * sd, 0.25 * (F0 - mu), fs - mu)):
+                y, s = _mean(parts) - _mean(there), x - average
+                ss = _norm(s, _times(D, s)) ** 2
+                r = (float(y @ s) / ss if ss > 0 else 0.0) if finite else 4 * M
+                usual = not isfinite(fx) or fs - mu <= (fx - fs) / 4
+                if usual and r > M:  # the way from the average was too long: a lesson, as after a rejection
+                    M, W, M1 = min(r, 2 * M), sqrt(t + 1), 0.0
+                    Q = Y = W * M**2
                 x, fx, parts, finite, given = average.copy(), fs, there, True, 1.0
                 m, weight, eta, since = np.zeros_like(x), 0.0, 0.0, 0
                 penalty = min(2 * penalty, 8.0)

@@ -163,6 +163,26 @@ def test_diagnostics_are_bounded_where_noise_makes_the_signal_negative_and_where
     assert 0 <= found[1][1] < 2.0**-40
 
 
+def test_rollbacks_that_are_many_are_said_once():
+    net = plain()
+    opt = SGDOLFree(net.parameters())
+    fit(net, opt, range(30))
+
+    def jump(earlier):
+        opt.param_groups[0]["rule"] = {**opt.param_groups[0]["rule"], "rollbacks": earlier, "penalty": 1.0}
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(100)
+        opt.moved()
+        fit(net, opt, [30])
+
+    jump(earlier=1)  # warnings are errors
+    with pytest.warns(UserWarning, match="returned to its average in more than one of 20 steps.*different tasks"):
+        jump(earlier=4)
+    jump(earlier=5)
+    assert opt.diagnostics()["rollbacks"] == 6
+
+
 # Both optimizers ------------------------------------------------------------------------------------------------------
 
 

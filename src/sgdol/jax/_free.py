@@ -381,17 +381,19 @@ def _elsewhere(
         done = probed.told | (probed.count >= probing.DEFAULTS.probes)
         begun = free.begin(rule, probed.curvature * first_norm, first_norm)
 
+        # The way from the other point to this one.
+        s = blocks.join([a - b for a, b in zip(wide(now.x), wide(there.x), strict=True)])
+        length, along = norm.length(s)
+        y_along = jnp.where(now.finite, norm.along(y, along), jnp.nan)
+
         # The guard: the loss has jumped. Go back to the average if this batch is fine there.
         back = there.finite & free.confirms(rule, now.loss, there.loss)
         guarded, next_stage = wants_look_back(
-            _select(back, free.roll_back(rule), rule),
+            _select(back, free.roll_back(rule, now.loss, there.loss, y_along, y_norm, length), rule),
             now._replace(norm=jnp.where(back, there.norm, now.norm), finite=back | now.finite),
         )
 
         # The look-back: stay at the point before the last step if the step was too long.
-        s = blocks.join([a - b for a, b in zip(wide(now.x), wide(there.x), strict=True)])
-        length, along = norm.length(s)
-        y_along = jnp.where(now.finite, norm.along(y, along), jnp.nan)
         learned, rejected = free.look_back(rule, y_along, y_norm, length, norm.along(there.g, along))
 
         probes, guards = c.stage == 0, c.stage == 1

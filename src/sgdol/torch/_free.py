@@ -250,6 +250,7 @@ class SGDOLFree(WatchingOptimizer):
             state, now = probes.choose_start(state, first, batch)
             if now is not first:  # the step starts from another point
                 self._left = None
+                self._warnings.rolled_back(state.rollbacks, state.updates)
             if now.finite and state.first_norm > 0:
                 # In the first step contributions are whole vectors: free them before the momentum is allocated.
                 passes.contributions.forget()

@@ -309,40 +309,48 @@ class Probes:
             self._put(layout, average)
             there = self.evaluate_again(batch)
             stay[0] = there.finite and bool(free.confirms(state, now.loss, there.loss, self._settings))
-        return (free.roll_back(state, self._settings), there) if stay[0] else (state, now)
+            if stay[0]:
+                way = self._way(now, x, there)
+                state = free.roll_back(state, now.loss, there.loss, *way[:3], self._settings)
+        return (state, there) if stay[0] else (state, now)
 
     def _look_back(self, state: State, now: Evaluation, batch: Batch) -> tuple[State, Evaluation]:
         """Evaluate the batch before the last step as well; if that step was much too long, stay there."""
-        layout, D = now.layout, now.operators
+        layout = now.layout
         x = step = [layout.vector("last_step", e) for e in range(len(layout.entries))]
         self._step_back(layout, step)
         with self._parameters_moved(lambda: self._step_forth(layout, step)) as stay:
             before = self.evaluate_again(batch)
-            point_before = layout.parameters()
-
-            # With the step s = x - x_before, the change y = g - g_before and the gradient q = g_before: <y, s>, <q, s>,
-            # ||y||^2 = <y, D^-1 y> and ||s||^2 = <s, D s>. A generator, so that one temporary is alive at a time.
-            def pairs(e: int) -> Iterator[tuple[Tensor, Tensor]]:
-                s, y = torch.sub(x[e], point_before[e]), torch.sub(now.g[e], before.g[e])
-                yield y, s
-                yield before.g[e], s
-                z = torch.sub(now.h[e], before.h[e]) if D[e].turns else y
-                yield z, D[e].divided(z)
-                t = D[e].turned(s)
-                yield t, D[e].multiplied(t)
-
-            ys, qs, yy, ss = self.products(layout, pairs)
-            length = root(ss)
-            if math.isfinite(before.loss) and math.isfinite(qs):
-                per = self._sign / length if length > 0 else 0.0
-                along = ys * per if now.finite else math.nan
-                state, rejected = free.look_back(state, along, root(yy), length, qs * per, self._settings)
+            y_along, y_norm, s_norm, q_along = self._way(now, x, before)
+            if math.isfinite(before.loss) and math.isfinite(q_along):
+                state, rejected = free.look_back(state, y_along, y_norm, s_norm, q_along, self._settings)
                 stay[0] = bool(rejected)
         if not stay[0]:
             return state, now
         for e, s in enumerate(step):
             layout.store("last_step", e, s.zero_())
         return state, before
+
+    def _way(self, now: Evaluation, x: Vector, there: Evaluation) -> tuple[float, float, float, float]:
+        """<y, s>/||s||, ||y||, ||s|| and <q, s>/||s|| of the way s from where the parameters are to x.
+
+        y is the change of the batch's gradient along it, from q; ||y||^2 = <y, D^-1 y> and ||s||^2 = <s, D s>.
+        """
+        layout, D, here = now.layout, now.operators, now.layout.parameters()
+
+        def pairs(e: int) -> Iterator[tuple[Tensor, Tensor]]:  # a generator, so that one temporary is alive at a time
+            s, y = torch.sub(x[e], here[e]), torch.sub(now.g[e], there.g[e])
+            yield y, s
+            yield there.g[e], s
+            z = torch.sub(now.h[e], there.h[e]) if D[e].turns else y
+            yield z, D[e].divided(z)
+            t = D[e].turned(s)
+            yield t, D[e].multiplied(t)
+
+        ys, qs, yy, ss = self.products(layout, pairs)
+        length = root(ss)
+        per = self._sign / length if length > 0 else 0.0
+        return ys * per if now.finite else math.nan, root(yy), length, qs * per
 
     def _refuse_another_batch(self, now: Evaluation, again: Evaluation, batch: Batch) -> None:
         share = self._change(again, now)

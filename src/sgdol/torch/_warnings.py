@@ -13,6 +13,7 @@ from typing import Any
 __all__ = ["Warnings"]
 
 STREAK = 10  # so many updates of size 0, or skipped ones, in a row are no accident
+MANY, OFTEN = 5, 20  # so many rollbacks, more than one in so many steps, are none either
 
 # lr of SGDOLFree, which is a multiplier, looks like another optimizer's learning rate outside of this range; but a
 # schedule by hand that rises from step to step may stay below it for so many steps.
@@ -114,6 +115,15 @@ class Warnings:
                 f"SGDOLFree was given identical gradients in {STREAK} steps in a row, so it cannot see any noise and "
                 "makes steps that are too long: the halves of the batch are the same samples, or the ranks have the "
                 "same data. Give each half, and each rank, samples of its own. Ignore this if there is no noise."
+            )
+
+    def rolled_back(self, rollbacks: int, updates: int) -> None:
+        """SGDOLFree has returned to its average so many times."""
+        if rollbacks >= MANY and rollbacks * OFTEN > updates:
+            self._say(
+                f"SGDOLFree has returned to its average in more than one of {OFTEN} steps, because the loss of a batch "
+                "was far above that of the batches before. If batches belong to different tasks or losses, put a share "
+                "of each into every batch; else look for outliers in the data."
             )
 
     def given(self, lr: float, *, smallest: float = SMALLEST) -> None:
