@@ -82,29 +82,15 @@ def _above(loss: Number, other: Number, limit: Number) -> Number:
     return negate(isfinite(loss)) | (loss - other > limit)
 
 
-def roll_back(
-    state: State,
-    loss: Number,
-    loss_at_average: Number,
-    y_along: Number,
-    y_norm: Number,
-    s_norm: Number,
-    settings: Settings = DEFAULTS,
-) -> State:
+def roll_back(state: State, y_along: Number, y_norm: Number, s_norm: Number, settings: Settings = DEFAULTS) -> State:
     """The point is the average now, and there is no last step to look back at.
 
-    M learns from the way that is taken back, as from a rejected step, if the curvature along it is larger than M and
-    the batch is not itself an outlier. The last three arguments before the settings are those of :func:`look_back`, for
-    s the way from the average to the point.
+    Until the next look-back M is the curvature of the way that is taken back, if that is larger, and at most
+    ``settings.lesson`` times what it was. The arguments are those of :func:`look_back`, for s the way from the average.
     """
     r, _ = _curvature(state, y_along, y_norm, s_norm, settings)
-    own_share = loss_at_average - state.mean_loss
-    usual = negate(isfinite(loss)) | (own_share <= settings.confirm_progress * (loss - loss_at_average))
-    taught = usual & (r > state.smoothness)
-    lesson = _lesson(state, r, settings)
-    learned = {name: where(taught, value, getattr(state, name)) for name, value in lesson.items()}
     return state._replace(
-        **learned,
+        smoothness=clip(r, state.smoothness, settings.lesson * state.smoothness),
         penalty=minimum(settings.penalty * state.penalty, settings.largest_penalty),
         longest=settings.retreat * state.longest,
         since=0,
@@ -112,27 +98,6 @@ def roll_back(
         momentum_weight=0.0,
         rollbacks=state.rollbacks + 1,
     )
-
-
-def _curvature(
-    state: State, y_along: Number, y_norm: Number, s_norm: Number, settings: Settings
-) -> tuple[Number, Number]:
-    """The curvature r = <y, s>/||s||^2, and whether y is finite."""
-    finite = isfinite(y_along) & isfinite(y_norm)
-    measured = ratio(where(finite, y_along, 0.0), s_norm, 0.0)
-    return where(finite, measured, settings.unknown * state.smoothness), finite
-
-
-def _lesson(state: State, r: Number, settings: Settings) -> dict[str, Number]:
-    """What a curvature that was much too large teaches: M and its mean begin anew with it."""
-    lesson = minimum(r, settings.lesson * state.smoothness)
-    return {
-        "smoothness": lesson,
-        "first_smoothness": 0.0,
-        "curvature": lesson,
-        "stiffness": lesson,
-        "curvature_weight": (state.updates + 1.0) ** settings.memory,
-    }
 
 
 def track(state: State, loss: Number, settings: Settings = DEFAULTS) -> State:
@@ -245,26 +210,30 @@ def look_back(
     slowly = where(state.first_smoothness > counted, minimum(state.smoothness, slowly), 0.0)
     first = where(slowly > mean, state.first_smoothness, counted)
     mean = where(mean > 0, maximum(mean, slowly), state.smoothness)
+    lesson = minimum(r, settings.lesson * state.smoothness)
     shorter = minimum(state.longest, settings.retreat * ratio(s_norm, state.multiplier, 0.0))
-    learned = {
-        "smoothness": mean,
-        "first_smoothness": first,
-        "curvature": curvature,
-        "stiffness": stiffness,
-        "curvature_weight": total,
-    }
-    lesson = _lesson(state, r, settings)
+    learned = moved & negate(rejected)
     new_state = state._replace(
-        **{
-            name: where(rejected, lesson[name], where(moved, value, getattr(state, name)))
-            for name, value in learned.items()
-        },
         since=0,
-        look_backs=where(moved & negate(rejected), look_backs, state.look_backs),
+        smoothness=where(rejected, lesson, where(learned, mean, state.smoothness)),
+        first_smoothness=where(rejected, 0.0, where(learned, first, state.first_smoothness)),
+        look_backs=where(learned, look_backs, state.look_backs),
+        curvature=where(rejected, lesson, where(learned, curvature, state.curvature)),
+        stiffness=where(rejected, lesson, where(learned, stiffness, state.stiffness)),
+        curvature_weight=where(rejected, weight, where(learned, total, state.curvature_weight)),
         longest=where(rejected, shorter, state.longest),
         rejections=state.rejections + rejected,
     )
     return new_state, rejected
+
+
+def _curvature(
+    state: State, y_along: Number, y_norm: Number, s_norm: Number, settings: Settings
+) -> tuple[Number, Number]:
+    """The curvature r = <y, s>/||s||^2, and whether y is finite."""
+    finite = isfinite(y_along) & isfinite(y_norm)
+    measured = ratio(where(finite, y_along, 0.0), s_norm, 0.0)
+    return where(finite, measured, settings.unknown * state.smoothness), finite
 
 
 # The step -------------------------------------------------------------------------------------------------------------

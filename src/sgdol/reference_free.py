@@ -168,10 +168,7 @@ def sgdol_free(
                 y, s = _mean(parts) - _mean(there), x - average
                 ss = _norm(s, _times(D, s)) ** 2
                 r = (float(y @ s) / ss if ss > 0 else 0.0) if finite else 4 * M
-                usual = not isfinite(fx) or fs - mu <= (fx - fs) / 4
-                if usual and r > M:  # the way from the average was too long: a lesson, as after a rejection
-                    M, W, M1 = min(r, 2 * M), sqrt(t + 1), 0.0
-                    Q = Y = W * M**2
+                M = min(max(r, M), 2 * M)
                 x, fx, parts, finite, given = average.copy(), fs, there, True, 1.0
                 m, weight, eta, since = np.zeros_like(x), 0.0, 0.0, 0
                 penalty = min(2 * penalty, 8.0)

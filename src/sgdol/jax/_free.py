@@ -389,7 +389,7 @@ def _elsewhere(
         # The guard: the loss has jumped. Go back to the average if this batch is fine there.
         back = there.finite & free.confirms(rule, now.loss, there.loss)
         guarded, next_stage = wants_look_back(
-            _select(back, free.roll_back(rule, now.loss, there.loss, y_along, y_norm, length), rule),
+            _select(back, free.roll_back(rule, y_along, y_norm, length), rule),
             now._replace(norm=jnp.where(back, there.norm, now.norm), finite=back | now.finite),
         )
 

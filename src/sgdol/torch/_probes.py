@@ -310,8 +310,7 @@ class Probes:
             there = self.evaluate_again(batch)
             stay[0] = there.finite and bool(free.confirms(state, now.loss, there.loss, self._settings))
             if stay[0]:
-                way = self._way(now, x, there)
-                state = free.roll_back(state, now.loss, there.loss, *way[:3], self._settings)
+                state = free.roll_back(state, *self._way(now, x, there)[:3], self._settings)
         return (state, there) if stay[0] else (state, now)
 
     def _look_back(self, state: State, now: Evaluation, batch: Batch) -> tuple[State, Evaluation]:
