@@ -88,31 +88,51 @@ class Rotated:
 
 def rotate(matrix: Array, left: Array, right: Array) -> Array:
     """Q_L^T X Q_R, where the diagonal blocks of Q_L and Q_R lie one below the other; () for an identity."""
-    matrix = matrix if _absent(left) else (in_blocks(left).mT @ cut_rows(matrix, left)).reshape(matrix.shape)
-    return matrix if _absent(right) else _joined(cut_columns(matrix, right) @ in_blocks(right), matrix)
+    return between(matrix, *into(left, right))
 
 
 def rotate_back(matrix: Array, left: Array, right: Array) -> Array:
     """Q_L X Q_R^T."""
-    matrix = matrix if _absent(left) else (in_blocks(left) @ cut_rows(matrix, left)).reshape(matrix.shape)
-    return matrix if _absent(right) else _joined(cut_columns(matrix, right) @ in_blocks(right).mT, matrix)
+    return between(matrix, *back(left, right))
+
+
+def into(left: Array, right: Array) -> tuple[Array, Array]:
+    """(Q_L^T, Q_R), for :func:`between`."""
+    return () if _absent(left) else in_blocks(left).mT, () if _absent(right) else in_blocks(right)
+
+
+def back(left: Array, right: Array) -> tuple[Array, Array]:
+    """(Q_L, Q_R^T), for :func:`between`."""
+    return () if _absent(left) else in_blocks(left), () if _absent(right) else in_blocks(right).mT
+
+
+def between(matrix: Array, left: Array, right: Array) -> Array:
+    """The matrix with factors on both sides, each given by its blocks (:func:`in_blocks`); () for an identity."""
+    if not _absent(left):
+        matrix = left @ matrix if left.ndim == matrix.ndim else (left @ cut_rows(matrix, left)).reshape(matrix.shape)
+    if _absent(right):
+        return matrix
+    return matrix @ right if right.ndim == matrix.ndim else _joined(cut_columns(matrix, right) @ right, matrix)
 
 
 def in_blocks(side: Array) -> Array:
     """The blocks of a factor, of a basis or of its change, as a stack; a single block as it is."""
-    return cut_rows(side, side)
+    n, size = side.shape[-2:]
+    return side if n == size else side.reshape((*side.shape[:-2], n // size, size, size))
 
 
-def cut_rows(matrix: Array, side: Array) -> Array:
+def cut_rows(matrix: Array, blocks: Array) -> Array:
     """The rows of each block of a side, as a stack; of a side with a single block the matrix itself."""
-    n, size = side.shape[-2:]
-    return matrix if n == size else matrix.reshape((*matrix.shape[:-2], n // size, size, matrix.shape[-1]))
+    if blocks.ndim == matrix.ndim:
+        return matrix
+    return matrix.reshape((*matrix.shape[:-2], *blocks.shape[-3:-1], matrix.shape[-1]))
 
 
-def cut_columns(matrix: Array, side: Array) -> Array:
+def cut_columns(matrix: Array, blocks: Array) -> Array:
     """The columns of each block of a side, as a stack; of a side with a single block the matrix itself."""
-    n, size = side.shape[-2:]
-    return matrix if n == size else matrix.reshape((*matrix.shape[:-1], n // size, size)).swapaxes(-3, -2)
+    if blocks.ndim == matrix.ndim:
+        return matrix
+    return matrix.reshape((*matrix.shape[:-1], *blocks.shape[-3:-1])).swapaxes(-3, -2)
 
 
 def _joined(stack: Array, like: Array) -> Array:
@@ -288,7 +308,7 @@ def _added(factor: Array, decay: float, rows: Array) -> Array:
     """A factor after a gradient, whose rows are those of its side."""
     if _absent(factor):
         return ()
-    g = cut_rows(rows, factor)
+    g = cut_rows(rows, in_blocks(factor))
     return decay * factor + (g @ g.mT).reshape(factor.shape)
 
 

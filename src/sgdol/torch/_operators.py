@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sgdol._kronecker import rotate, rotate_back
+from sgdol._kronecker import between
 from sgdol.torch._vectors import CHUNK, PIECE, Vector, dot, product
 
 __all__ = ["IDENTITY", "Block", "Diagonal", "Opaque", "Operators", "Rated", "Rotated"]
@@ -170,7 +170,8 @@ class Block(NamedTuple):
     start: int
     stop: int
     shape: tuple[int, ...]  # (rows, columns), after the number of matrices if there are several
-    bases: tuple[Any, Any]  # (Q_L, Q_R) of each matrix, as :func:`sgdol._kronecker.rotate` takes them
+    into: tuple[Any, Any]  # (Q_L^T, Q_R), as :func:`sgdol._kronecker.between` takes them
+    back: tuple[Any, Any]  # (Q_L, Q_R^T)
 
     def of(self, x: Tensor) -> Tensor:
         if x.numel() == math.prod(self.shape):
@@ -202,19 +203,19 @@ class Rotated(Operator):
     def turned(self, v: Tensor) -> Tensor:
         if self._cached is not None and self._cached[0] is v and self._cached[1] == v._version:
             return self._cached[2]
-        return self._apply(v, rotate)
+        return self._apply(v, [block.into for block in self._blocks])
 
     def cache_turned(self, v: Tensor, h: Tensor | None) -> None:
         # The version counter of v rises with every write in place, which makes the entry invalid.
         self._cached = None if h is None else (v, v._version, h)
 
     def back(self, h: Tensor) -> Tensor:
-        return self._apply(h, rotate_back)
+        return self._apply(h, [block.back for block in self._blocks])
 
-    def _apply(self, x: Tensor, turn: Callable[..., Tensor]) -> Tensor:
+    def _apply(self, x: Tensor, sides: list[tuple[Any, Any]]) -> Tensor:
         start = self._blocks[0].start
         parts = [x[:start]] if start else []
-        parts += [turn(block.of(x), *block.bases) for block in self._blocks]
+        parts += [between(block.of(x), *both) for block, both in zip(self._blocks, sides, strict=True)]
         return parts[0].reshape(x.shape) if len(parts) == 1 else torch.cat([part.view(-1) for part in parts])
 
     def divided(self, h: Tensor) -> Tensor:

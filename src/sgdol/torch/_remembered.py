@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from sgdol._kronecker import (
+    back,
     cut_rows,
     following,
     in_blocks,
+    into,
     is_due,
     renewed,
     rotate,
@@ -234,7 +236,8 @@ class _Batch:
         self._count = parts.count.flatten()[0].item()
         self.tensors = slice(first, first + len(states))
         shape = (*parts.rows.shape, parts.columns.shape[-1])
-        self.block = Block(start, start + math.prod(shape), shape, (parts.left_basis, parts.right_basis))
+        bases = parts.left_basis, parts.right_basis
+        self.block = Block(start, start + math.prod(shape), shape, into(*bases), back(*bases))
         self._add_up()
 
     def _add_up(self) -> None:
@@ -268,7 +271,8 @@ class _Batch:
             if isinstance(factor, Tensor):  # g g^T and g^T g
                 if isinstance(decay, Tensor):
                     factor.mul_(decay)
-                blocks, a = in_blocks(factor), cut_rows(rows, factor)
+                blocks = in_blocks(factor)
+                a = cut_rows(rows, blocks)
                 if blocks.dim() > 2:
                     blocks, a = blocks.view(-1, *blocks.shape[-2:]), a.reshape(-1, *a.shape[-2:])
                 product_added = blocks.addmm_ if blocks.dim() == 2 else blocks.baddbmm_
