@@ -73,7 +73,7 @@ def test_d_is_that_of_the_reference(make, past):
 def test_a_side_of_more_than_256_is_rotated_in_equal_blocks(make):
     """A side of 258 in two of 129: columns as in the reference, and rows as the columns of the transposed matrix.
 
-    To 1e-5: of so few gradients most eigenvalues of a block are those of the ridge, of which neighbours differ by 1e-4/n^2.
+    To 1e-5: of so few gradients most eigenvalues of a block are those of the ridge, and differ by 1e-4/n^2.
     """
     metric, recorded = Kronecker(), np.random.default_rng(4).normal(size=(4, 2, 258)) * np.logspace(0, 1, 258)
     one, other = metric.initial(make(np.zeros((33, 258)))), metric.initial(make(np.zeros((258, 33))))
