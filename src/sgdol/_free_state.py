@@ -55,7 +55,7 @@ class Settings(NamedTuple):
     rejection: float = 4.0
     """A step is rejected if its curvature term exceeds its linear term by this factor."""
     lesson: float = 2.0
-    """A rejection multiplies M by at most this."""
+    """A rejection, and a rollback until the next look-back, multiplies M by at most this."""
     unknown: float = 4.0
     """The curvature, in units of M, of a step to a point that is not finite; and the largest that counts in the
     mean."""
